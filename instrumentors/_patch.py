@@ -1,0 +1,171 @@
+"""How a function is wrapped, found under its other names, and put back."""
+
+from __future__ import annotations
+
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Collection
+from types import ModuleType
+from typing import Any
+
+import wrapt
+from opentelemetry.instrumentation.instrumentor import BaseInstrumentor
+
+from lens_auto import guard, runtime
+from lens_auto.guard import Site
+
+Hook = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class LensWrapper(wrapt.FunctionWrapper):  # type: ignore[misc]
+    """A wrapt wrapper that copies and pickles as the function it stands for.
+
+    wrapt's own refuse both; a model that holds `dist.all_reduce` must still deep-copy and pickle. The pickle is by name,
+    byte for byte the one of the bare function, and loads where lens-auto is not installed.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> str:
+        return str(self.__wrapped__.__qualname__)
+
+    def __reduce__(self) -> str:
+        return str(self.__wrapped__.__qualname__)
+
+    def __copy__(self) -> LensWrapper:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LensWrapper:
+        return self
+
+
+class _Installed:
+    """One wrapper at one place."""
+
+    __slots__ = ("aliases", "attribute", "owner", "wrapper")
+
+    def __init__(self, owner: Any, attribute: str, wrapper: LensWrapper) -> None:
+        self.owner = owner
+        self.attribute = attribute
+        self.wrapper = wrapper
+        self.aliases: list[tuple[dict[str, Any], str]] = []
+
+
+class Patches:
+    """All wrappers of one instrumentor, in the order they were installed."""
+
+    def __init__(self) -> None:
+        self._installed: list[_Installed] = []
+        self._undo: list[Callable[[], None]] = []
+        self.active = True
+
+    def wrap(self, owner: Any, attribute: str, hook: Hook, site: Site) -> None:
+        """Wrap `owner.attribute`, gated by the site; nothing where this version of torch has no such attribute.
+
+        The name is looked up in the owner itself: for a class that inherits it there is nothing to wrap here.
+        """
+        original = vars(owner).get(attribute)
+        if original is None:
+            return
+        wrapper = LensWrapper(original, hook, enabled=site.gate)
+        setattr(owner, attribute, wrapper)
+        self._installed.append(_Installed(owner, attribute, wrapper))
+
+    def on_restore(self, undo: Callable[[], None]) -> None:
+        """Something else to take back."""
+        self._undo.append(undo)
+
+    def wrap_aliases(self) -> None:
+        """Give every module that already imported a wrapped function by `from` the wrapper, the same object.
+
+        For a program that had imported torch before us. `P2POp` compares functions with the module's own by identity,
+        so two different objects for one function would break it.
+        """
+        wanted = {id(each.wrapper.__wrapped__): each for each in self._installed if isinstance(each.owner, ModuleType)}
+        if not wanted:
+            return
+        for module in list(sys.modules.values()):
+            names = getattr(module, "__dict__", None)
+            if not isinstance(names, dict):
+                continue
+            for name, value in list(names.items()):
+                each = wanted.get(id(value))
+                if each is not None and value is each.wrapper.__wrapped__:
+                    names[name] = each.wrapper
+                    each.aliases.append((names, name))
+
+    def restore(self) -> None:
+        """Put back what was there, by identity. A wrapper that somebody else wrapped again is taken out from below;
+        where that cannot be done it stays, and does nothing.
+        """
+        self.active = False
+        for each in reversed(self._installed):
+            original = each.wrapper.__wrapped__
+            for names, name in each.aliases:
+                if names.get(name) is each.wrapper:
+                    names[name] = original
+            if vars(each.owner).get(each.attribute) is each.wrapper:
+                setattr(each.owner, each.attribute, original)
+            else:
+                try:
+                    wrapt.unwrap_object(each.owner, each.attribute, each.wrapper, missing_ok=True)
+                except Exception as error:
+                    guard.logger.debug("lens-auto: %s stays, switched off (%s)", each.attribute, error)
+            if isinstance(each.owner, ModuleType):
+                self._restore_names(each.wrapper, original)
+        self._installed.clear()
+        while self._undo:
+            self._undo.pop()()
+
+    @staticmethod
+    def _restore_names(wrapper: LensWrapper, original: Any) -> None:
+        """Names bound by `from ... import` after the wrapper was installed."""
+        for module in list(sys.modules.values()):
+            names = getattr(module, "__dict__", None)
+            if not isinstance(names, dict):
+                continue
+            for name, value in list(names.items()):
+                if value is wrapper:
+                    names[name] = original
+
+
+class LensInstrumentor(BaseInstrumentor):  # type: ignore[misc]
+    """What all of ours share: which modules they wait for, and how they come off again.
+
+    Subclasses give `modules`: module name -> method that installs into it.
+    """
+
+    def instrumentation_dependencies(self) -> Collection[str]:
+        """Nothing is required: without torch the hooks wait for an import that never comes."""
+        return ()
+
+    @abstractmethod
+    def _modules(self) -> dict[str, Callable[[ModuleType, Patches], None]]:
+        """Which modules to wait for, and what to do with each."""
+
+    def _instrument(self, **kwargs: Any) -> None:
+        if runtime.configure().disabled:
+            return
+        patches = self._patches = Patches()
+        for name, install in self._modules().items():
+            late = name in sys.modules
+
+            def hook(module: ModuleType, install: Any = install, late: bool = late, name: str = name) -> None:
+                if not patches.active:
+                    return
+                try:
+                    install(module, patches)
+                    if late:
+                        patches.wrap_aliases()
+                except Exception as error:  # a hook that raises would break the program's own import
+                    guard.logger.warning(
+                        "lens-auto: %s could not be patched (%s: %s); it is not recorded",
+                        name,
+                        type(error).__name__,
+                        error,
+                    )
+
+            wrapt.register_post_import_hook(hook, name)
+
+    def _uninstrument(self, **kwargs: Any) -> None:
+        patches = getattr(self, "_patches", None)
+        if patches is not None:
+            patches.restore()

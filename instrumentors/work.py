@@ -1,0 +1,94 @@
+"""`Work.wait`: completes the record of an asynchronous operation, and shows the waiting in the live page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from instrumentors import _comm
+from instrumentors._patch import Hook, LensInstrumentor, Patches
+from instrumentors.collectives import communication_site
+from lens_auto import runtime
+from lens_auto.guard import Site
+from lens_auto.recorder.layout import Flag, Kind
+
+_now = time.monotonic_ns
+_WAIT = int(Kind.WAIT)
+
+
+def _hook(site: Site) -> Hook:
+
+    def hook(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recorder = runtime.recorder
+        if recorder is None:
+            return wrapped(*args, **kwargs)
+        state = recorder.thread()
+        if state.depth:  # the wait inside a blocking call
+            return wrapped(*args, **kwargs)
+        state.depth = 1
+        numbers: tuple[int, ...] = ()
+        start = name = 0
+        try:
+            try:
+                watched = _comm.pending.get(id(instance))
+                if watched is not None:
+                    numbers = watched.numbers
+                name = recorder.strings.id("wait")
+                start = _now()
+                recorder.live.enter(
+                    state.slot, _WAIT, state.index, state.native_id, name, 0, 0, -1, 0, start, -1, 0, 0
+                )
+            except Exception as error:
+                site.fault(error)
+            result = wrapped(*args, **kwargs)
+        except BaseException as error:
+            _ended(recorder, state, numbers, name, start, site, error)
+            raise
+        finally:
+            state.depth = 0
+        _ended(recorder, state, numbers, name, start, site, None)
+        return result
+
+    return hook
+
+
+def _ended(
+    recorder: Any,
+    state: Any,
+    numbers: tuple[int, ...],
+    name: int,
+    start: int,
+    site: Site,
+    error: BaseException | None,
+) -> None:
+    try:
+        recorder.live.leave(state.slot)
+        if not numbers:
+            return
+        end = _now()
+        flags = int(Flag.COALESCED) if len(numbers) > 1 else 0
+        detail = 0
+        if error is not None:
+            flags |= Flag.FAILED
+            detail = recorder.strings.id(type(error).__name__)
+        for number in numbers:
+            recorder.record(
+                _WAIT, start, end, state.index, flags, name, detail=detail, exposed_ns=end - start, ref=number + 1
+            )
+    except Exception as failure:
+        site.fault(failure)
+
+
+class WorkInstrumentor(LensInstrumentor):
+    """`Work.wait` on torch's own class: the work that the program holds stays torch's object."""
+
+    def _modules(self) -> dict[str, Callable[[ModuleType, Patches], None]]:
+        return {"torch.distributed.distributed_c10d": self._install}
+
+    @staticmethod
+    def _install(module: ModuleType, patches: Patches) -> None:
+        _comm.bind(module)
+        site = communication_site("torch.distributed.Work.wait")
+        patches.wrap(module.Work, "wait", _hook(site), site)

@@ -1,0 +1,61 @@
+"""The entry points of `opentelemetry-instrument`: distro, configurator, and the hook that runs whatever distro won."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from opentelemetry.instrumentation.distro import BaseDistro
+from opentelemetry.util._importlib_metadata import EntryPoint
+
+from lens_auto import runtime
+
+logger = logging.getLogger("lens_auto")
+
+ENTRY_POINT = "lens_auto"
+_ours = "instrumentors."
+
+
+class LensDistro(BaseDistro):  # type: ignore[misc]
+    """Configures the runtime and loads instrumentors so that one that fails never stops the others."""
+
+    chosen = False
+
+    def _configure(self, **kwargs: Any) -> None:
+        LensDistro.chosen = True
+        runtime.configure()
+
+    def load_instrumentor(self, entry_point: EntryPoint, **kwargs: Any) -> None:
+        """Load one instrumentor. Ours stay out while we are disabled; a failing one costs one line."""
+        settings = runtime.configure()
+        if settings.disabled and entry_point.value.startswith(_ours):
+            return
+        try:
+            super().load_instrumentor(entry_point, **kwargs)
+        except ModuleNotFoundError:
+            raise  # the loader's own word for "the library is not installed"
+        except Exception as error:
+            logger.warning("lens-auto: instrumentor %s failed (%s) and is left out", entry_point.name, error)
+
+
+class LensConfigurator:
+    """Sets up no SDK at interpreter start: ranks record without one."""
+
+    def configure(self, **kwargs: Any) -> None:
+        """Called once by `opentelemetry-instrument`."""
+        runtime.configure()
+
+
+def pre_instrument() -> None:
+    """Runs before the first instrumentor, also where another distro was loaded first; says so in one line."""
+    settings = runtime.configure()
+    if settings.disabled or LensDistro.chosen or os.environ.get("OTEL_PYTHON_DISTRO"):
+        return
+    if os.environ.get(runtime.LAUNCHER_VARIABLE) == str(os.getpid()):
+        logger.warning(
+            "lens-auto: another OpenTelemetry distro is installed and was loaded instead of ours; training is recorded all"
+            " the same; set OTEL_PYTHON_DISTRO=%s and OTEL_PYTHON_CONFIGURATOR=%s to choose lens-auto",
+            ENTRY_POINT,
+            ENTRY_POINT,
+        )

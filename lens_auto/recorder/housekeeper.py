@@ -1,0 +1,243 @@
+"""The thread that looks after a recorder: segments ahead of time, closed ones to the run directory, heartbeat, agreement.
+
+It never encodes anything, never touches a group or store of the job, and holds the GIL only for moments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from typing import Any
+
+from lens_auto import guard
+from lens_auto.iteration.agreement import Agreement
+from lens_auto.recorder import finish, rundir, spool
+from lens_auto.recorder.layout import RANKS_DIR, WRITER_NAME, WriterState
+from lens_auto.recorder.recorder import Recorder
+from lens_auto.recorder.segment import Segment
+from lens_auto.resources import rank_attributes
+
+logger = logging.getLogger("lens_auto")
+
+TICK_S = 0.25
+AGREEING_TICK_S = 0.02
+SETTLE_NS = 1_000_000_000  # a closed segment rests this long before it moves: a thread may still be in its last record
+
+
+class Housekeeper:
+    """One per rank.
+
+    Args:
+        recorder: what it looks after.
+        info: the content of `writer.json`; this object owns it from now on.
+    """
+
+    def __init__(self, recorder: Recorder, info: dict[str, Any]) -> None:
+        self.recorder = recorder
+        self.info = info
+        self.run_dir: str | None = None  # None: not known yet; empty: it cannot be written
+        self.agreement: Agreement | None = None
+        self._named = threading.Event()
+        self._stopping = threading.Event()
+        self._kept: list[tuple[str, int, int]] = []  # path, bytes, records
+        self._resting: list[Segment] = []
+        self._begun_ns = time.monotonic_ns()
+        self._told = False
+        self._dirty = True
+        self._thread = threading.Thread(target=self._run, name="lens-housekeeper", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self.save()
+        self._thread.start()
+
+    def agree(self, agreement: Agreement) -> None:
+        """Agree on seed and run id with the other ranks, in the background."""
+        self._begun_ns = time.monotonic_ns()
+        self.agreement = agreement
+        self.recorder.wake.set()
+
+    def update(self, **facts: Any) -> None:
+        """Change what `writer.json` says; it is written at the next tick."""
+        self.info = {**self.info, **facts}
+        self._dirty = True
+        self.recorder.wake.set()
+
+    def name_run(self, run_id: str, seed: bytes, source: str) -> None:
+        """Fix run id and seed; the run directory is made at the next tick."""
+        self.info = {**self.info, "run_id": run_id, "seed": seed.hex(), "seed_source": source}
+        self._named.set()
+        self._dirty = True
+        self.recorder.wake.set()
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self.tick()
+            except Exception as error:
+                guard.site("housekeeper").fault(error)
+            self.recorder.wake.wait(self._pause_s())
+            self.recorder.wake.clear()
+
+    def _pause_s(self) -> float:
+        agreement = self.agreement
+        if agreement is None or agreement.finished:
+            return TICK_S
+        waited_s = (time.monotonic_ns() - self._begun_ns) / 1e9
+        return AGREEING_TICK_S if waited_s < 5 else TICK_S if waited_s < 60 else 2.0
+
+    def tick(self) -> None:
+        """One round of all duties."""
+        self.recorder.prepare()
+        self._agree_on()
+        if self._named.is_set() and self.run_dir is None:
+            self._claim_run_dir()
+        self._move(time.monotonic_ns() - SETTLE_NS)
+        self._keep_bound()
+        self.recorder.publish(sum(size for _, size, _ in self._kept), guard.fault_count())
+        off = guard.switched_off()
+        if off != self.info["hooks_off"]:
+            self.info = {**self.info, "hooks_off": off}
+            self._dirty = True
+        if self._dirty:
+            self.save()
+
+    def _agree_on(self) -> None:
+        agreement = self.agreement
+        if agreement is None:
+            return
+        agreement.step()
+        if agreement.result is not None and not self._named.is_set():
+            self.name_run(agreement.result.run_id, agreement.result.seed, "agreed")
+        elif agreement.failed and not self._named.is_set():
+            logger.debug("lens-auto: no agreement with the other ranks (%s)", agreement.failed)
+            self.name_alone()
+
+    def name_alone(self) -> None:
+        """No other rank answers: this one's own run id and a seed of its own."""
+        self.name_run(str(self.info["run_id"]), os.urandom(16), "own")
+
+    def _claim_run_dir(self) -> None:
+        wanted = self.info["wanted_dir"] or rundir.default_run_dir(str(self.info["run_id"]), self.info["cwd"])
+        try:
+            self.run_dir = rundir.claim(wanted, str(self.info["run_id"]))
+        except OSError as error:
+            self._tell(f"the run directory {wanted!r} cannot be written ({error.strerror or error})")
+            self.run_dir = ""
+            return
+        self.info = {**self.info, "run_dir": self.run_dir}
+        self._dirty = True
+
+    def _tell(self, what: str) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "lens-auto: %s; records stay in the spool folder %r, `lens-auto report` reads them there; the training"
+                " program is not affected; NEMO_LENS_RUN_DIR names another directory",
+                what,
+                self._spool_run(),
+            )
+
+    def _spool_run(self) -> str | None:
+        folder = self.recorder.folder
+        return os.path.dirname(os.path.dirname(folder)) if folder else None
+
+    def _writer_dir(self) -> str | None:
+        if not self.run_dir or self.recorder.folder is None:
+            return None
+        return os.path.join(self.run_dir, RANKS_DIR, os.path.basename(self.recorder.folder))
+
+    def _move(self, older_than_ns: int) -> None:
+        """Closed segments go to the run directory, once there is one."""
+        self._resting += self.recorder.take_closed(older_than_ns)
+        target = self._writer_dir()
+        while self._resting:
+            segment = self._resting[0]
+            path, kept, used = segment.path, os.path.getsize(segment.path), segment.used()
+            if target is not None:
+                spool.private_folder(target)
+                try:
+                    kept = finish.move_segment(segment.path, target)
+                    path = os.path.join(target, os.path.basename(segment.path))
+                except OSError as error:
+                    self._tell(f"the run directory {self.run_dir!r} takes no more ({error.strerror or error})")
+            elif self.run_dir is None:
+                return  # its name is not known yet
+            self._resting.pop(0)
+            self._kept.append((path, kept, used))
+
+    def _keep_bound(self) -> None:
+        """Beyond the bound the oldest segments go, and their records count as dropped."""
+        total = sum(size for _, size, _ in self._kept)
+        while total > self.recorder.limit_bytes and len(self._kept) > 1:
+            path, size, records = self._kept.pop(0)
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            self.recorder.dropped += records
+            total -= size
+
+    def save(self) -> None:
+        """Write `writer.json` in the spool, and in the run directory once there is one."""
+        self._dirty = False
+        info = self.info
+        self.info = {
+            **info,
+            "resource": rank_attributes(
+                info["rank"], info["world_size"], info["local_rank"], info["run_id"], os.environ
+            ),
+            "records": self.recorder.written(),
+            "dropped": self.recorder.dropped,
+            "hook_faults": guard.fault_count(),
+        }
+        data = json.dumps(self.info).encode() + b"\n"
+        for folder in (self.recorder.folder, self._writer_dir()):
+            if folder is None:
+                continue
+            try:
+                if folder != self.recorder.folder:
+                    spool.private_folder(folder)
+                spool.write_atomically(os.path.join(folder, WRITER_NAME), data)
+            except OSError as error:
+                self._tell(f"{folder!r} cannot be written ({error.strerror or error})")
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self, timeout_s: float) -> str | None:
+        """Stop, move everything to the run directory. Returns where the records are; None where they are nowhere."""
+        deadline = time.monotonic() + timeout_s
+        agreement = self.agreement
+        patience = time.monotonic() + min(1.0, timeout_s / 4)
+        while agreement is not None and not agreement.finished and time.monotonic() < patience:
+            self.recorder.wake.set()
+            time.sleep(0.01)
+        self._stopping.set()
+        self.recorder.wake.set()
+        self._thread.join(max(0.1, deadline - time.monotonic()))
+        self.recorder.stop()
+        if self._thread.is_alive():  # stuck in a file system call: what is written stays for the next reader
+            return self._spool_run()
+        if self.run_dir is None:
+            if not self._named.is_set():
+                self.name_alone()
+            self._claim_run_dir()
+        self._move(time.monotonic_ns())
+        self._keep_bound()
+        self.recorder.publish(sum(size for _, size, _ in self._kept), guard.fault_count())
+        self.recorder.live.state(WriterState.CLOSED)
+        self.info = {**self.info, "ended_ns": time.monotonic_ns(), "end": "exit", "hooks_off": guard.switched_off()}
+        self.save()
+        folder = self.recorder.folder
+        if folder is None or not self.run_dir:
+            return self._spool_run()
+        try:
+            finish.finish_writer(folder, self.run_dir)
+        except OSError as error:
+            self._tell(f"the run directory {self.run_dir!r} takes no more ({error.strerror or error})")
+            return self._spool_run()
+        return self.run_dir

@@ -1,0 +1,150 @@
+"""The bytes on disk: records, segments, the live file. Writers pack them, readers map them; nobody else knows offsets.
+
+All integers are little-endian. Every file starts with a magic, a format version and (segments) its own field table, so
+that a reader of another version can say what it met instead of guessing.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+
+FORMAT_VERSION = 1
+PAGE_BYTES = 4096
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+RECORD_FIELDS: tuple[tuple[str, str], ...] = (
+    ("start_ns", "u8"),  # monotonic clock of the host
+    ("end_ns", "u8"),  # 0: the end is not known (yet)
+    ("iteration", "u4"),  # the number the writer predicted when it wrote; readers apply the rule again
+    ("kind", "u2"),  # Kind
+    ("thread", "u2"),  # index of the thread in its process, 0 is the first that recorded
+    ("flags", "u4"),  # Flag
+    ("name", "u4"),  # string id: operation, class, path
+    ("group", "u4"),  # string id: torch's name of the process group
+    ("dtype", "u4"),  # string id
+    ("seq", "i8"),  # collective: torch's sequence number; send/recv: k; fetch: batch index; -1 unknown
+    ("bytes", "u8"),
+    ("peer", "i4"),  # global rank at the other end; -1 none or unknown
+    ("tag", "i4"),
+    ("group_size", "u4"),
+    ("detail", "u4"),  # string id: exception type, group description, device
+    ("exposed_ns", "u8"),  # how long the calling thread was held by the operation
+    ("ref", "u8"),  # number + 1 of the record of the same writer that this one completes; 0 none
+    ("a", "u8"),  # per kind, see Kind
+    ("b", "u8"),
+    ("c", "u8"),
+    ("init", "u4"),  # ordinal of the init_process_group in this process, from 1; 0 before the first
+    ("reserved0", "u4"),
+    ("reserved1", "u4"),
+    ("commit", "u4"),  # index in the segment + 1, written last: anything else means the record is not there
+)
+_CODES = {"u8": "Q", "i8": "q", "u4": "I", "i4": "i", "u2": "H"}
+RECORD = struct.Struct("<" + "".join(_CODES[code] for _, code in RECORD_FIELDS))
+RECORD_BYTES = 128
+assert RECORD.size == RECORD_BYTES
+
+
+class Kind(enum.IntEnum):
+    """What a record is about, and what its free fields `a`, `b`, `c` hold."""
+
+    OPTIMIZER_STEP = 1  # name: class; a: ordinal of the optimizer, in order of first step; b: iteration counts it (0/1)
+    BOUNDARY = 2  # the live prediction closed `iteration` at start_ns; a: steps in it
+    BACKWARD = 3
+    FETCH = 4  # one batch; a: pass (one per DataLoader.__iter__); b: workers
+    LOADER_START = 5  # DataLoader.__iter__; a: pass; b: workers
+    COLLECTIVE = 6
+    SEND = 7  # seq: k, counted from 0 per (group, from, to, tag)
+    RECV = 8
+    WAIT = 9  # ref: the operation waited for
+    MODEL_INIT = 10  # name: the wrapper class
+    CHECKPOINT_SAVE = 11  # name: path; bytes: file size
+    CHECKPOINT_LOAD = 12
+    PROCESS_GROUP = 13  # name: init_process_group, new_group ...; group: the group made; detail: its description
+
+
+class Flag(enum.IntFlag):
+    """Properties of a record."""
+
+    SPAN = 1  # its span group was on: it becomes a span. Without it, it only feeds the rules for iterations and phases
+    ASYNC = 2
+    COALESCED = 4  # one wait or call that covers several operations
+    SKIPPED = 8  # GradScaler found an inf: the optimizer did not step
+    FAILED = 16  # it ended in an exception; detail: its type
+    IN_BACKWARD = 32  # an optimizer step issued from inside backward
+    EXHAUSTED = 64  # the fetch ended the pass (StopIteration)
+    ENQUEUE = 128  # host time of an enqueued device operation: lens.timing_source = host_enqueue
+    ANY_SOURCE = 256
+    AMBIGUOUS = 512  # a receive whose send cannot be told
+    END_UNKNOWN = 1024  # it will not be completed by a WAIT: what followed it bypasses Work.wait
+
+
+# --- segments ---------------------------------------------------------------------------------------------------------
+
+SEGMENT_MAGIC = b"LENSSEG\n"
+SEGMENT_RECORDS = 32_768
+SEGMENT_HEADER_BYTES = PAGE_BYTES
+SEGMENT_BYTES = SEGMENT_HEADER_BYTES + SEGMENT_RECORDS * RECORD_BYTES
+SEGMENT_SUFFIX = ".seg"
+
+# magic, version, record bytes, capacity, segment number, writer nonce, pid, rank, monotonic ns, wall ns, JSON bytes;
+# then JSON: {"fields": [[name, numpy type], ...]}.
+SEGMENT_HEADER = struct.Struct("<8sIIIIQiiQQI")
+
+
+def segment_name(number: int) -> str:
+    """File name of a writer's n-th segment."""
+    return f"{number:08d}{SEGMENT_SUFFIX}"
+
+
+# --- the live file ----------------------------------------------------------------------------------------------------
+
+LIVE_MAGIC = b"LENSLIV\n"
+LIVE_BYTES = PAGE_BYTES
+LIVE_NAME = "live"
+
+# magic, version, pid, start ticks of the process (field 22 of /proc/<pid>/stat), writer nonce, rank, world size, local rank
+LIVE_HEAD = struct.Struct("<8sIiQQiii")
+LIVE_STATE_OFFSET = 128  # u32 WriterState
+LIVE_HEARTBEAT_OFFSET = 136  # monotonic ns, wall ns
+LIVE_HEARTBEAT = struct.Struct("<QQ")
+LIVE_PHASE_OFFSET = 192  # begin, phase, iteration, since ns, steps ever, fetches ever, end (begin == end: consistent)
+LIVE_PHASE = struct.Struct("<IIQQQQI")
+LIVE_COUNTERS_OFFSET = 320  # records written (all segments), records dropped, hook faults, bytes kept, segments made
+LIVE_COUNTERS = struct.Struct("<QQQQQ")
+LIVE_SLOTS_OFFSET = 1024
+LIVE_SLOT_BYTES = 128
+LIVE_SLOTS = (LIVE_BYTES - LIVE_SLOTS_OFFSET) // LIVE_SLOT_BYTES
+# begin, kind, thread, native thread id, name, group, group size, peer, tag, start ns, seq, bytes, dtype, end
+LIVE_SLOT = struct.Struct("<IHHIIIIiiQqQII")
+LIVE_SLOT_KIND_OFFSET = 4  # u16: 0 is an empty slot, so that clearing is one aligned store
+
+
+class WriterState(enum.IntEnum):
+    """How a writer's live file says it stands. RUNNING with a dead process: it was killed."""
+
+    RUNNING = 1
+    CLOSED = 2
+
+
+class Phase(enum.IntEnum):
+    """What the training thread is in, as far as hooks can tell while it happens."""
+
+    OTHER = 0
+    DATA_LOADING = 1
+    FORWARD = 2
+    BACKWARD = 3
+    OPTIMIZER = 4
+    EVALUATE = 5
+    CHECKPOINT = 6
+    START_UP = 7
+
+
+# --- side files of a writer -------------------------------------------------------------------------------------------
+
+STRINGS_NAME = "strings"  # JSON lines: a header object, then the strings; the n-th line after the header has id n (from 1)
+STRINGS_FORMAT = "lens-strings"
+WRITER_NAME = "writer.json"
+RANKS_DIR = "ranks"
+MANIFEST_NAME = "manifest.json"

@@ -1,0 +1,121 @@
+"""The live page of a rank: what it is in right now, readable from outside, also after SIGKILL."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+
+from lens_auto.recorder import layout, spool
+from lens_auto.recorder.layout import Phase, WriterState
+
+_U32 = struct.Struct("<I")
+_U16 = struct.Struct("<H")
+_pack_slot = layout.LIVE_SLOT.pack_into
+_pack_phase = layout.LIVE_PHASE.pack_into
+_clear_slot = _U16.pack_into
+
+
+class LiveFile:
+    """One mapped page. Every group of fields is written by a single C call that starts and ends with the same word: a
+    reader that finds them different, or zero, looks again.
+    """
+
+    def __init__(self, folder: str | None, nonce: int, start_ticks: int) -> None:
+        self.buffer: mmap.mmap | bytearray
+        if folder is None:
+            self.buffer = bytearray(layout.LIVE_BYTES)
+        else:
+            self.buffer = spool.create_mapped(os.path.join(folder, layout.LIVE_NAME), layout.LIVE_BYTES)
+        self._nonce = nonce
+        self._start_ticks = start_ticks
+        self._turn = 0
+        self._phase_turn = 0
+        self.identify(-1, 0, -1)
+        self.state(WriterState.RUNNING)
+        self.heartbeat()
+
+    def identify(self, rank: int, world_size: int, local_rank: int) -> None:
+        """Write who this is."""
+        layout.LIVE_HEAD.pack_into(
+            self.buffer,
+            0,
+            layout.LIVE_MAGIC,
+            layout.FORMAT_VERSION,
+            os.getpid(),
+            self._start_ticks,
+            self._nonce,
+            rank,
+            world_size,
+            local_rank,
+        )
+
+    def state(self, state: WriterState) -> None:
+        """Write whether the writer runs or closed itself."""
+        _U32.pack_into(self.buffer, layout.LIVE_STATE_OFFSET, state)
+
+    def heartbeat(self) -> None:
+        """Stamp the page."""
+        layout.LIVE_HEARTBEAT.pack_into(
+            self.buffer, layout.LIVE_HEARTBEAT_OFFSET, time.monotonic_ns(), time.time_ns()
+        )
+
+    def counters(self, records: int, dropped: int, faults: int, kept_bytes: int, segments: int) -> None:
+        """Write the counters of the recorder."""
+        layout.LIVE_COUNTERS.pack_into(
+            self.buffer, layout.LIVE_COUNTERS_OFFSET, records, dropped, faults, kept_bytes, segments
+        )
+
+    def phase(self, phase: Phase, iteration: int, since_ns: int, steps: int, fetches: int) -> None:
+        """Write what the training thread is in, and since when (monotonic)."""
+        turn = self._phase_turn = (self._phase_turn + 1) & 0xFFFFFFFF or 1
+        _pack_phase(
+            self.buffer, layout.LIVE_PHASE_OFFSET, turn, phase, iteration, since_ns, steps, fetches, turn
+        )
+
+    def enter(
+        self,
+        slot: int,
+        kind: int,
+        thread: int,
+        native_id: int,
+        name: int,
+        group: int,
+        group_size: int,
+        peer: int,
+        tag: int,
+        start_ns: int,
+        seq: int,
+        nbytes: int,
+        dtype: int,
+    ) -> None:
+        """Write the operation that a thread enters into its slot (an offset in the page)."""
+        turn = self._turn = (self._turn + 1) & 0xFFFFFFFF or 1
+        _pack_slot(
+            self.buffer,
+            slot,
+            turn,
+            kind,
+            thread,
+            native_id,
+            name,
+            group,
+            group_size,
+            peer,
+            tag,
+            start_ns,
+            seq,
+            nbytes,
+            dtype,
+            turn,
+        )
+
+    def leave(self, slot: int) -> None:
+        """Empty a slot: one aligned store."""
+        _clear_slot(self.buffer, slot + layout.LIVE_SLOT_KIND_OFFSET, 0)
+
+
+def slot_offset(thread: int) -> int:
+    """Where the slot of a thread lies; threads beyond the last slot share it."""
+    return layout.LIVE_SLOTS_OFFSET + min(thread, layout.LIVE_SLOTS - 1) * layout.LIVE_SLOT_BYTES

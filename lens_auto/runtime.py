@@ -1,0 +1,289 @@
+"""The process as we see it: configured at interpreter start, a rank once it behaves as one, closed at its end.
+
+`recorder` is None until the process behaves as a rank. Hooks look at it first, and do nothing while it is None.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import platform
+import secrets
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from lens_auto import guard
+from lens_auto.iteration.agreement import Agreed, Agreement, Store
+from lens_auto.iteration.live import LiveIterations
+from lens_auto.recorder import finish, rundir, spool
+from lens_auto.recorder.housekeeper import Housekeeper
+from lens_auto.recorder.recorder import Recorder
+from lens_auto.settings import Settings
+
+logger = logging.getLogger("lens_auto")
+
+RUN_ID_VARIABLE = "NEMO_LENS_RUN_ID"
+LAUNCHER_VARIABLE = "_NEMO_LENS_LAUNCHER"  # pid of the first process: it finishes what its children leave
+
+recorder: Recorder | None = None
+iterations: LiveIterations | None = None
+settings: Settings | None = None
+groups: frozenset[str] = frozenset()  # span groups that are on now
+
+_housekeeper: Housekeeper | None = None
+_lock = threading.RLock()
+_parent_was_rank = False
+_closed = False
+_init_count = 0
+
+
+def configure() -> Settings:
+    """Read the environment, name the run for our children. Idempotent and cheap; nothing is recorded yet."""
+    global settings, groups
+    if settings is not None:
+        return settings
+    with _lock:
+        settings = Settings.from_env(os.environ)
+        groups = frozenset() if settings.disabled else settings.groups
+        for problem in settings.problems:
+            logger.warning("lens-auto: %s", problem)
+        if settings.disabled:
+            return settings
+        if not os.environ.get(RUN_ID_VARIABLE):
+            os.environ[RUN_ID_VARIABLE] = _first_run_id()
+        os.environ.setdefault(LAUNCHER_VARIABLE, str(os.getpid()))
+        if os.environ[LAUNCHER_VARIABLE] == str(os.getpid()):
+            atexit.register(_finish_children, os.environ[RUN_ID_VARIABLE])
+        os.register_at_fork(after_in_child=_after_fork)
+    return settings
+
+
+def watching() -> bool:
+    """Whether the hang watch is on: blocking operations then show themselves in the live page, whatever their group."""
+    return settings is not None and not settings.disabled and settings.hang_timeout_s > 0
+
+
+def set_groups(wanted: frozenset[str]) -> None:
+    """Switch span groups in this process, now."""
+    global groups
+    groups = wanted
+    if recorder is not None:
+        recorder.span_flags(wanted)
+    guard.refresh_all()
+
+
+def _first_run_id() -> str:
+    job = os.environ.get("SLURM_JOB_ID")
+    if job:
+        step = os.environ.get("SLURM_STEP_ID")
+        return f"slurm-{job}.{step}" if step else f"slurm-{job}"
+    elastic = os.environ.get("TORCHELASTIC_RUN_ID")
+    if elastic and elastic != "none":
+        return elastic
+    return rundir.new_run_id()
+
+
+def _finish_children(run_id: str) -> None:
+    """At the launcher's end: what killed children left in the spool goes to the run directory."""
+    if os.environ.get(LAUNCHER_VARIABLE) != str(os.getpid()):
+        return  # a forked child
+    key = rundir.safe_name(run_id)
+    try:
+        for problem in finish.finish_dead(key=key):
+            logger.warning("lens-auto: %s", problem)
+    except Exception as error:
+        guard.site("finish").fault(error)
+
+
+def _after_fork() -> None:
+    """In a forked child: never write to the parent's files."""
+    global recorder, iterations, _housekeeper, _parent_was_rank, _closed, _init_count, _lock
+    _parent_was_rank = _parent_was_rank or recorder is not None
+    _lock = threading.RLock()
+    recorder = iterations = _housekeeper = None
+    _closed = False
+    _init_count = 0
+
+
+def _environment_int(name: str, default: int) -> int:
+    try:
+        return int(os.environ[name])
+    except (KeyError, ValueError):
+        return default
+
+
+def _in_loader_worker() -> bool:
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and data.get_worker_info() is not None
+
+
+def become_rank(by_init: bool = False) -> Recorder | None:
+    """The process behaves as a rank: start its recorder.
+
+    Args:
+        by_init: it entered `init_process_group`. Otherwise (backward, optimizer step) DataLoader workers and forked
+            children of a rank do not count.
+
+    Returns:
+        The recorder; None where this process is not to record.
+    """
+    global recorder, iterations, _housekeeper
+    if recorder is not None:
+        return recorder
+    with _lock:
+        if recorder is not None or _closed:
+            return recorder
+        current = configure()
+        if current.disabled or (not by_init and (_parent_was_rank or _in_loader_worker())):
+            return None
+        made, keeper = _make_recorder(current)
+        keeper.start()
+        iterations = LiveIterations(made, current.iteration_optimizer)
+        _housekeeper = keeper
+        recorder = made
+        atexit.register(close)
+        # multiprocessing's children end in os._exit, after its own finalizers but without atexit
+        from multiprocessing import util
+
+        util.Finalize(None, close, exitpriority=-100)
+        world_size = _environment_int("WORLD_SIZE", 1)
+        made.world_size = world_size
+        if world_size == 1 and not by_init:
+            identify(_environment_int("RANK", 0), 1)
+            keeper.name_run(str(keeper.info["run_id"]), os.urandom(16), "own")
+        else:
+            identify(_environment_int("RANK", -1), world_size)
+    return recorder
+
+
+def _make_recorder(current: Settings) -> tuple[Recorder, Housekeeper]:
+    local_ranks = max(1, _environment_int("LOCAL_WORLD_SIZE", 1))
+    ticks = finish.process_start_ticks(os.getpid())
+    host = socket.gethostname()
+    writer = f"{rundir.safe_name(host)}-{os.getpid()}-{ticks:x}"
+    run_id = os.environ.get(RUN_ID_VARIABLE) or _first_run_id()
+    folder: str | None
+    try:
+        folder, problems = spool.make_writer_folder(
+            current.spool_dir, local_ranks, rundir.safe_name(run_id), writer
+        )
+        for problem in problems:
+            if current.spool_dir is not None:
+                logger.warning("lens-auto: NEMO_LENS_SPOOL_DIR: %s; %r is used instead", problem, folder)
+    except spool.NoSpoolError as error:
+        folder = None
+        logger.warning("lens-auto: no folder for the spool: %s; records are dropped and counted", error.strerror)
+    nonce = secrets.randbits(64)
+    made = Recorder(folder, nonce, ticks, current.max_run_bytes // local_ranks)
+    made.span_flags(groups)
+    cwd = os.getcwd()
+    wanted = os.path.abspath(current.run_dir) if current.run_dir else None
+    info: dict[str, Any] = {
+        "format": "lens-writer",
+        "version": 1,
+        "writer": writer,
+        "nonce": f"{nonce:016x}",
+        "host": host,
+        "pid": os.getpid(),
+        "start_ticks": ticks,
+        "rank": -1,
+        "world_size": 0,
+        "local_rank": -1,
+        "run_id": run_id,
+        "run_dir": None,
+        "wanted_dir": wanted,
+        "fallback_dir": wanted or rundir.default_run_dir(run_id, cwd),
+        "cwd": cwd,
+        "spool_dir": folder,
+        "seed": None,
+        "seed_source": None,
+        "groups": sorted(groups),
+        "resource": {},
+        "clock": {"monotonic_ns": time.monotonic_ns(), "wall_ns": time.time_ns()},
+        "started_ns": time.monotonic_ns(),
+        "ended_ns": None,
+        "end": None,
+        "torch": getattr(sys.modules.get("torch"), "__version__", None),
+        "python": platform.python_version(),
+        "iteration_optimizer": current.iteration_optimizer,
+        "records": 0,
+        "dropped": 0,
+        "hooks_off": {},
+        "hook_faults": 0,
+    }
+    return made, Housekeeper(made, info)
+
+
+def identify(rank: int, world_size: int) -> None:
+    """Say which rank this process is."""
+    if recorder is None or _housekeeper is None:
+        return
+    local_rank = _environment_int("LOCAL_RANK", rank if world_size <= 1 else -1)
+    recorder.rank = rank
+    recorder.world_size = world_size
+    recorder.live.identify(rank, world_size, local_rank)
+    _housekeeper.update(rank=rank, world_size=world_size, local_rank=local_rank)
+
+
+def next_init() -> int:
+    """Ordinal of the `init_process_group` that starts now, from 1."""
+    global _init_count
+    _init_count += 1
+    if recorder is not None:
+        recorder.init = _init_count
+    return _init_count
+
+
+def initialized(rank: int, world_size: int, clone_store: Any) -> None:
+    """`init_process_group` succeeded: the ranks can agree now.
+
+    Args:
+        rank, world_size: of the default group.
+        clone_store: called in the housekeeper; gives a client of the job's store that is ours alone.
+    """
+    if recorder is None or _housekeeper is None:
+        return
+    identify(rank, world_size)
+    if _housekeeper.info["seed"] is not None:
+        return
+    own = Agreed(os.urandom(16), str(_housekeeper.info["run_id"]))
+    if world_size == 1:
+        _housekeeper.name_run(own.run_id, own.seed, "own")
+        return
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+    def connect() -> Store:
+        store: Store = clone_store()
+        return store
+
+    _housekeeper.agree(Agreement(connect, f"lens-auto/{restart}/{_init_count}", rank, world_size, own))
+
+
+def close() -> None:
+    """The process ends: stop recording, move everything to the run directory, say where it is (rank 0)."""
+    global recorder, _closed, iterations
+    with _lock:
+        if recorder is None or _housekeeper is None or _closed:
+            return
+        _closed = True
+        rank = recorder.rank
+        recorder = iterations = None
+    current = configure()
+    try:
+        place = _housekeeper.close(current.exit_timeout_s)
+        if rank in (0, -1) and place is not None and not current.quiet:
+            print(f"lens-auto: recorded; see it with: lens-auto report {_short(place)}", file=sys.stderr, flush=True)
+    except Exception as error:
+        guard.site("close").fault(error)
+        logger.warning("lens-auto: the records could not be closed (%s); `lens-auto report` can still read them", error)
+
+
+def _short(path: str) -> str:
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
+
+

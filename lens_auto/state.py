@@ -1,0 +1,43 @@
+"""What is switched on in this process, and the carrier of the current iteration. Read on hot paths, written rarely."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_write_lock = threading.Lock()
+
+# The groups that are on. Hot paths read this name directly (a function call would triple the cost); it is always
+# replaced as a whole, never changed in place, so that a reader needs no lock. Write it with `set_enabled_span_groups`.
+enabled_span_groups: frozenset[str] = frozenset()
+
+_pp_trace_carrier: dict[str, str] | None = None
+
+
+def is_span_group_enabled(group: str) -> bool:
+    """Whether spans of `group` are recorded in this process now."""
+    return group in enabled_span_groups
+
+
+def set_enabled_span_groups(groups: Iterable[str]) -> None:
+    """Replaces the set of groups that are on; every later check sees the new set."""
+    global enabled_span_groups
+    if isinstance(groups, str):
+        raise TypeError(f"expected a set of span groups, got the string {groups!r}: use SpanGroup.resolve")
+    with _write_lock:
+        enabled_span_groups = frozenset(groups)
+
+
+def set_pp_trace_carrier(carrier: dict[str, str] | None) -> None:
+    """Sets the carrier (W3C headers) of the iteration that this process is in; None: there is none."""
+    global _pp_trace_carrier
+    with _write_lock:
+        _pp_trace_carrier = carrier
+
+
+def get_pp_trace_carrier() -> dict[str, str] | None:
+    """The carrier set last, for `create_linked_span(..., remote_carrier=...)`; None before the first."""
+    return _pp_trace_carrier
