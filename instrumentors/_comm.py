@@ -214,8 +214,9 @@ pending: dict[int, _Watched] = {}  # id of a Work -> the records that its wait c
 
 
 def _gone(reference: Any) -> None:
-    if pending.get(reference.key) is reference:
-        del pending[reference.key]
+    key = reference.key
+    if pending.get(key) is reference:
+        del pending[key]
 
 
 def watch(work: Any, numbers: tuple[int, ...]) -> None:

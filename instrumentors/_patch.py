@@ -6,10 +6,10 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import wrapt
-from opentelemetry.instrumentation.instrumentor import BaseInstrumentor
+from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
 
 from lens_auto import guard, runtime
 from lens_auto.guard import Site
@@ -17,11 +17,11 @@ from lens_auto.guard import Site
 Hook = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class LensWrapper(wrapt.FunctionWrapper):  # type: ignore[misc]
+class LensWrapper(wrapt.FunctionWrapper[Any, Any]):
     """A wrapt wrapper that copies and pickles as the function it stands for.
 
-    wrapt's own refuse both; a model that holds `dist.all_reduce` must still deep-copy and pickle. The pickle is by name,
-    byte for byte the one of the bare function, and loads where lens-auto is not installed.
+    wrapt's own refuse both; a model that holds `dist.all_reduce` must still deep-copy and pickle. The pickle is by
+    name, byte for byte the one of the bare function, and loads where lens-auto is not installed.
     """
 
     def __reduce_ex__(self, protocol: Any) -> str:
@@ -54,7 +54,7 @@ class Patches:
 
     def __init__(self) -> None:
         self._installed: list[_Installed] = []
-        self._undo: list[Callable[[], None]] = []
+        self._registered: list[tuple[str, Callable[[], None]]] = []
         self.active = True
 
     def wrap(self, owner: Any, attribute: str, hook: Hook, site: Site) -> None:
@@ -63,15 +63,22 @@ class Patches:
         The name is looked up in the owner itself: for a class that inherits it there is nothing to wrap here.
         """
         original = vars(owner).get(attribute)
-        if original is None:
+        if original is None or type(original) is LensWrapper:  # a module that re-exports what is wrapped already
             return
-        wrapper = LensWrapper(original, hook, enabled=site.gate)
+        wrapper = LensWrapper(original, hook, enabled=cast(Any, site.gate))
         setattr(owner, attribute, wrapper)
         self._installed.append(_Installed(owner, attribute, wrapper))
 
-    def on_restore(self, undo: Callable[[], None]) -> None:
-        """Something else to take back."""
-        self._undo.append(undo)
+    def names(self) -> list[str]:
+        """What is wrapped, as dotted names."""
+        wrapped = [
+            f"{getattr(each.owner, '__qualname__', each.owner.__name__)}.{each.attribute}" for each in self._installed
+        ]
+        return wrapped + [name for name, _ in self._registered if name]
+
+    def register(self, name: str, undo: Callable[[], None]) -> None:
+        """Something else that was put in, and how it is taken out again."""
+        self._registered.append((name, undo))
 
     def wrap_aliases(self) -> None:
         """Give every module that already imported a wrapped function by `from` the wrapper, the same object.
@@ -112,8 +119,8 @@ class Patches:
             if isinstance(each.owner, ModuleType):
                 self._restore_names(each.wrapper, original)
         self._installed.clear()
-        while self._undo:
-            self._undo.pop()()
+        while self._registered:
+            self._registered.pop()[1]()
 
     @staticmethod
     def _restore_names(wrapper: LensWrapper, original: Any) -> None:
@@ -125,6 +132,42 @@ class Patches:
             for name, value in list(names.items()):
                 if value is wrapper:
                     names[name] = original
+
+
+def _hide_from_dynamo(trace_rules: ModuleType) -> None:
+    """Tell torch.compile not to trace into our frames (`torch._dynamo.trace_rules.add`, 2.4 to 2.13).
+
+    Otherwise it would compile a hook that runs in a graph break, guard on the recorder, and recompile at every call.
+    """
+    for package in ("lens_auto", "instrumentors"):
+        trace_rules.add(package)
+
+
+_hidden = False
+
+
+def _register_hiding() -> None:
+    global _hidden
+    if not _hidden:
+        _hidden = True
+        wrapt.register_post_import_hook(guarded(_hide_from_dynamo), "torch._dynamo.trace_rules")
+
+
+def guarded(install: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    """A post-import hook that cannot break the program's import."""
+
+    def hook(module: ModuleType) -> None:
+        try:
+            install(module)
+        except Exception as error:
+            guard.logger.warning(
+                "lens-auto: %s could not be patched (%s: %s); it is not recorded",
+                module.__name__,
+                type(error).__name__,
+                error,
+            )
+
+    return hook
 
 
 class LensInstrumentor(BaseInstrumentor):  # type: ignore[misc]
@@ -148,22 +191,23 @@ class LensInstrumentor(BaseInstrumentor):  # type: ignore[misc]
         for name, install in self._modules().items():
             late = name in sys.modules
 
-            def hook(module: ModuleType, install: Any = install, late: bool = late, name: str = name) -> None:
-                if not patches.active:
-                    return
-                try:
+            def hook(module: ModuleType, install: Any = install, late: bool = late) -> None:
+                if patches.active:
                     install(module, patches)
                     if late:
                         patches.wrap_aliases()
-                except Exception as error:  # a hook that raises would break the program's own import
-                    guard.logger.warning(
-                        "lens-auto: %s could not be patched (%s: %s); it is not recorded",
-                        name,
-                        type(error).__name__,
-                        error,
-                    )
 
-            wrapt.register_post_import_hook(hook, name)
+            wrapt.register_post_import_hook(guarded(hook), name)
+        _register_hiding()
+
+    def waits_for(self) -> list[str]:
+        """Names of the modules that it patches once they are imported."""
+        return list(self._modules())
+
+    def patched(self) -> list[str]:
+        """What it has wrapped so far."""
+        patches: Patches | None = getattr(self, "_patches", None)
+        return [] if patches is None else patches.names()
 
     def _uninstrument(self, **kwargs: Any) -> None:
         patches = getattr(self, "_patches", None)

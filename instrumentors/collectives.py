@@ -15,7 +15,7 @@ from lens_auto.guard import Site
 from lens_auto.recorder.layout import Flag, Kind
 
 # operation -> names of the argument whose size is `dl.comm.bytes`: what this rank puts in (all_gather: its shard;
-# reduce_scatter, all_to_all: the whole input), or takes out where it may put in nothing (scatter). Object forms: unknown, 0.
+# reduce_scatter, all_to_all: the whole input), or takes out where it may put in nothing (scatter). Object forms: 0.
 # Which of these exist depends on torch's version: 2.13 has the *_single forms.
 OPERATIONS: dict[str, tuple[str, ...]] = {
     "all_reduce": ("tensor",),

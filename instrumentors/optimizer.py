@@ -22,8 +22,8 @@ _next_ordinal = 0
 class _OpenStep:
     """A step that has begun on a thread.
 
-    `frame` is the frame that runs it. The post hook is skipped where `step` raises; whether this step is still running is
-    then told by whether its frame is still on the stack.
+    `frame` is the frame that runs it. The post hook is skipped where `step` raises; whether this step is still running
+    is then told by whether its frame is still on the stack.
     """
 
     __slots__ = ("by_scaler", "counted", "fired", "frame", "optimizer", "ordinal", "start")
@@ -59,10 +59,10 @@ def _begin(recorder: Recorder, state: ThreadState, optimizer: Any, frame: FrameT
     """A step begins. False where it is part of one that runs already."""
     running = _open.get(state.index)
     if running is not None:
-        if running.optimizer is not optimizer or running.by_scaler:
-            if running.runs():
-                running.fired = running.fired or running.optimizer is optimizer
-                return False
+        nested = running.optimizer is not optimizer or running.by_scaler
+        if nested and running.runs():
+            running.fired = running.fired or running.optimizer is optimizer
+            return False
         _end(recorder, state, running, Flag.FAILED)
     step = _OpenStep(optimizer, frame, by_scaler)
     iterations = runtime.iterations
@@ -99,7 +99,7 @@ def _end(recorder: Recorder, state: ThreadState, step: _OpenStep, flags: int) ->
 
 
 class _StepHooks:
-    """torch's global pre and post hooks. Registered ones run for every optimizer, compiled ones included."""
+    """torch's global pre and post hooks, which run for every optimizer, also where torch.compile compiles the step."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -123,9 +123,8 @@ class _StepHooks:
         try:
             state = recorder.thread()
             step = _open.get(state.index)
-            if step is not None and step.optimizer is optimizer and not step.by_scaler:
-                if step.frame is sys._getframe(1):
-                    _end(recorder, state, step, 0)
+            if step is not None and step.frame is sys._getframe(1):
+                _end(recorder, state, step, 0)
         except Exception as error:
             self._site.fault(error)
 
@@ -175,8 +174,10 @@ class OptimizerInstrumentor(LensInstrumentor):
     @staticmethod
     def _install_hooks(module: ModuleType, patches: Patches) -> None:
         hooks = _StepHooks(guard.site("torch.optim.Optimizer.step"))
-        patches.on_restore(module.register_optimizer_step_pre_hook(hooks.before).remove)
-        patches.on_restore(module.register_optimizer_step_post_hook(hooks.after).remove)
+        patches.register(
+            "torch.optim.Optimizer step hooks", module.register_optimizer_step_pre_hook(hooks.before).remove
+        )
+        patches.register("", module.register_optimizer_step_post_hook(hooks.after).remove)
 
     @staticmethod
     def _install_scaler(module: ModuleType, patches: Patches) -> None:

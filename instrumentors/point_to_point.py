@@ -42,8 +42,8 @@ class _Transfer:
     def count(self) -> None:
         """Take the next number between the two ranks; after an unclear receive on the tag it cannot be told."""
         mine, theirs = self.info.rank, self.peer
-        ends = (mine, theirs) if self.kind is Kind.SEND else (theirs, mine)
-        self.k = self.info.next_transfer(*ends, self.tag)
+        source, target = (mine, theirs) if self.kind is Kind.SEND else (theirs, mine)
+        self.k = self.info.next_transfer(source, target, self.tag)
         if self.kind is Kind.RECV and self.tag in self.info.unclear:
             self.flags |= Flag.AMBIGUOUS
 

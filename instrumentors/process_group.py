@@ -88,7 +88,15 @@ def _ended(
             detail = recorder.strings.id(str(getattr(result, "group_desc", "")))
         name = recorder.strings.id(operation)
         recorder.record(
-            _KIND, start, end, state.index, flags, name, group=group, group_size=size, detail=detail,
+            _KIND,
+            start,
+            end,
+            state.index,
+            flags,
+            name,
+            group=group,
+            group_size=size,
+            detail=detail,
             exposed_ns=end - start,
         )
     except Exception as failure:

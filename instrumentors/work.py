@@ -37,9 +37,7 @@ def _hook(site: Site) -> Hook:
                     numbers = watched.numbers
                 name = recorder.strings.id("wait")
                 start = _now()
-                recorder.live.enter(
-                    state.slot, _WAIT, state.index, state.native_id, name, 0, 0, -1, 0, start, -1, 0, 0
-                )
+                recorder.live.enter(state.slot, _WAIT, state.index, state.native_id, name, 0, 0, -1, 0, start, -1, 0, 0)
             except Exception as error:
                 site.fault(error)
             result = wrapped(*args, **kwargs)

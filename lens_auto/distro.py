@@ -6,7 +6,7 @@ import logging
 import os
 from typing import Any
 
-from opentelemetry.instrumentation.distro import BaseDistro
+from opentelemetry.instrumentation.distro import BaseDistro  # type: ignore[attr-defined]
 from opentelemetry.util._importlib_metadata import EntryPoint
 
 from lens_auto import runtime
@@ -54,8 +54,8 @@ def pre_instrument() -> None:
         return
     if os.environ.get(runtime.LAUNCHER_VARIABLE) == str(os.getpid()):
         logger.warning(
-            "lens-auto: another OpenTelemetry distro is installed and was loaded instead of ours; training is recorded all"
-            " the same; set OTEL_PYTHON_DISTRO=%s and OTEL_PYTHON_CONFIGURATOR=%s to choose lens-auto",
+            "lens-auto: another OpenTelemetry distro is installed and was loaded instead of ours; training is recorded"
+            " all the same; set OTEL_PYTHON_DISTRO=%s and OTEL_PYTHON_CONFIGURATOR=%s to choose lens-auto",
             ENTRY_POINT,
             ENTRY_POINT,
         )

@@ -102,7 +102,8 @@ def _finish_children(run_id: str) -> None:
 def _after_fork() -> None:
     """In a forked child: never write to the parent's files."""
     global recorder, iterations, _housekeeper, _parent_was_rank, _closed, _init_count, _lock
-    _parent_was_rank = _parent_was_rank or recorder is not None
+    if recorder is not None:
+        _parent_was_rank = True
     _lock = threading.RLock()
     recorder = iterations = _housekeeper = None
     _closed = False
@@ -135,8 +136,8 @@ def become_rank(by_init: bool = False) -> Recorder | None:
     if recorder is not None:
         return recorder
     with _lock:
-        if recorder is not None or _closed:
-            return recorder
+        if _closed:
+            return None
         current = configure()
         if current.disabled or (not by_init and (_parent_was_rank or _in_loader_worker())):
             return None
@@ -168,9 +169,7 @@ def _make_recorder(current: Settings) -> tuple[Recorder, Housekeeper]:
     run_id = os.environ.get(RUN_ID_VARIABLE) or _first_run_id()
     folder: str | None
     try:
-        folder, problems = spool.make_writer_folder(
-            current.spool_dir, local_ranks, rundir.safe_name(run_id), writer
-        )
+        folder, problems = spool.make_writer_folder(current.spool_dir, local_ranks, rundir.safe_name(run_id), writer)
         for problem in problems:
             if current.spool_dir is not None:
                 logger.warning("lens-auto: NEMO_LENS_SPOOL_DIR: %s; %r is used instead", problem, folder)
@@ -285,5 +284,3 @@ def close() -> None:
 def _short(path: str) -> str:
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative
-
-

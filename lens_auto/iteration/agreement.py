@@ -1,8 +1,8 @@
 """The ranks agree once on a run seed and a run id, without ever blocking the job.
 
-Runs in the housekeeper alone, on a clone of the job's store, with `set`, `check`, and `get` after `check` said yes. Every
-rank writes a nonce; rank 0 answers each with a "go" that echoes it. A key that an earlier attempt of the same job left
-in the store carries another nonce and is not believed.
+Runs in the housekeeper alone, on a clone of the job's store, with `set`, `check`, and `get` after `check` said yes.
+Every rank writes a nonce; rank 0 answers each with a "go" that echoes it. A key that an earlier attempt of the same job
+left in the store carries another nonce and is not believed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Agreement:
                 self._listen(self._store)
         except Exception as error:
             self.failed = f"{type(error).__name__}: {error}"
-        if self.finished:
+        if self.failed or (self.result is not None and not self._pending):
             self._store = None
 
     def _key(self, what: str, rank: int) -> str:

@@ -1,1 +1,1 @@
-"""The flight log of a rank: fixed-size records in mapped segments, a live page, and the thread that looks after both."""
+"""The flight log of a rank: fixed-size records in mapped segments, a live page, a thread that looks after both."""

@@ -1,4 +1,4 @@
-"""The thread that looks after a recorder: segments ahead of time, closed ones to the run directory, heartbeat, agreement.
+"""The thread that looks after a recorder: segments made ahead and moved, heartbeat, agreement.
 
 It never encodes anything, never touches a group or store of the job, and holds the GIL only for moments.
 """
@@ -177,10 +177,10 @@ class Housekeeper:
         total = sum(size for _, size, _ in self._kept)
         while total > self.recorder.limit_bytes and len(self._kept) > 1:
             path, size, records = self._kept.pop(0)
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-            self.recorder.dropped += records
             total -= size
+            with contextlib.suppress(OSError):  # the exporter process removes what was accepted: that is not dropped
+                os.unlink(path)
+                self.recorder.dropped += records
 
     def save(self) -> None:
         """Write `writer.json` in the spool, and in the run directory once there is one."""

@@ -104,7 +104,7 @@ LIVE_MAGIC = b"LENSLIV\n"
 LIVE_BYTES = PAGE_BYTES
 LIVE_NAME = "live"
 
-# magic, version, pid, start ticks of the process (field 22 of /proc/<pid>/stat), writer nonce, rank, world size, local rank
+# magic, version, pid, start ticks of the process (field 22 of /proc/<pid>/stat), nonce, rank, world size, local rank
 LIVE_HEAD = struct.Struct("<8sIiQQiii")
 LIVE_STATE_OFFSET = 128  # u32 WriterState
 LIVE_HEARTBEAT_OFFSET = 136  # monotonic ns, wall ns
@@ -143,7 +143,9 @@ class Phase(enum.IntEnum):
 
 # --- side files of a writer -------------------------------------------------------------------------------------------
 
-STRINGS_NAME = "strings"  # JSON lines: a header object, then the strings; the n-th line after the header has id n (from 1)
+STRINGS_NAME = (
+    "strings"  # JSON lines: a header object, then the strings; the n-th line after the header has id n (from 1)
+)
 STRINGS_FORMAT = "lens-strings"
 WRITER_NAME = "writer.json"
 RANKS_DIR = "ranks"

@@ -57,9 +57,7 @@ class LiveFile:
 
     def heartbeat(self) -> None:
         """Stamp the page."""
-        layout.LIVE_HEARTBEAT.pack_into(
-            self.buffer, layout.LIVE_HEARTBEAT_OFFSET, time.monotonic_ns(), time.time_ns()
-        )
+        layout.LIVE_HEARTBEAT.pack_into(self.buffer, layout.LIVE_HEARTBEAT_OFFSET, time.monotonic_ns(), time.time_ns())
 
     def counters(self, records: int, dropped: int, faults: int, kept_bytes: int, segments: int) -> None:
         """Write the counters of the recorder."""
@@ -70,9 +68,7 @@ class LiveFile:
     def phase(self, phase: Phase, iteration: int, since_ns: int, steps: int, fetches: int) -> None:
         """Write what the training thread is in, and since when (monotonic)."""
         turn = self._phase_turn = (self._phase_turn + 1) & 0xFFFFFFFF or 1
-        _pack_phase(
-            self.buffer, layout.LIVE_PHASE_OFFSET, turn, phase, iteration, since_ns, steps, fetches, turn
-        )
+        _pack_phase(self.buffer, layout.LIVE_PHASE_OFFSET, turn, phase, iteration, since_ns, steps, fetches, turn)
 
     def enter(
         self,

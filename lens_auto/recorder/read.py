@@ -849,7 +849,8 @@ class RunDirectory:
         except UnreadableFile as error:
             if error.found.startswith("version"):
                 raise
-            self.problems.append(UnreadableFile(path, error.found, error.valid, "its writers are read without it"))
+            if not error.missing:  # the spool has none
+                self.problems.append(UnreadableFile(path, error.found, error.valid, "its writers are read without it"))
             return {}
 
     def _writer_names(self) -> list[str]:

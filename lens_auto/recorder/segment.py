@@ -44,8 +44,7 @@ class Segment:
 
     def used(self) -> int:
         """Records handed out so far, at most the capacity."""
-        drawn: int = self.counter.__reduce__()[1][0]
-        return min(drawn, SEGMENT_RECORDS)
+        return min(int(self.counter.__reduce__()[1][0]), SEGMENT_RECORDS)  # the next index, without drawing it
 
 
 def create_segment(folder: str, number: int, nonce: int, rank: int) -> Segment:

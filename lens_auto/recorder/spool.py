@@ -11,7 +11,7 @@ import tempfile
 
 from lens_auto.recorder.layout import RANKS_DIR, SEGMENT_BYTES
 
-SHM = "/dev/shm"  # noqa: S108 - the memory file system itself, our folder in it is 0700 and checked
+SHM = "/dev/shm"  # our folder in it is 0700 and checked
 SHM_SHARE = 0.10
 SEGMENTS_AT_ONCE = 4  # open, spare, and up to two closed ones on their way to the run directory
 
@@ -78,7 +78,7 @@ def make_writer_folder(configured: str | None, local_ranks: int, key: str, write
     Raises:
         NoSpoolError: none took it.
     """
-    problems = []
+    problems: list[str] = []
     for base in spool_bases(configured, local_ranks):
         try:
             if base == configured:

@@ -15,8 +15,8 @@ MAX_STRINGS = 100_000
 class Interner:
     """Gives each string a number from 1 and appends it to the writer's side file.
 
-    The file gets a line before the number is handed out, so that no record names a string that is not on disk. Where the
-    disk is full, the number 0 (no string) is given instead.
+    The file gets a line before the number is handed out, so that no record names a string that is not on disk. Where
+    the disk is full, the number 0 (no string) is given instead.
     """
 
     def __init__(self, folder: str | None) -> None:

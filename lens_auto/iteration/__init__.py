@@ -1,0 +1,1 @@
+"""What an iteration is: `live` predicts it in the training process, `rule` finds it in the records afterwards."""

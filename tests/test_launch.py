@@ -1,0 +1,391 @@
+"""Every way to launch a job gives one run directory with one writer for each rank, and leaves nothing else behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from pathlib import Path
+
+import pytest
+from launch import CLOSING, FORK_RANKS, INSTRUMENT, PYTHON, TORCHRUN, Launcher, Run, free_port
+from records import Writer, read_run
+
+from lens_auto.recorder.layout import Flag, Kind
+
+# Three iterations on each rank, gradients averaged by hand.
+TRAIN = """
+import torch
+import torch.distributed as dist
+
+def train():
+    dist.init_process_group("gloo")
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    print("rank", dist.get_rank(), "trained", flush=True)
+    dist.destroy_process_group()
+"""
+TRAIN_HERE = TRAIN + "\ntrain()\n"
+TRAINED = ["rank 0 trained", "rank 1 trained"]
+
+ALONE = """
+import sys
+import torch
+parameter = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.SGD([parameter], lr=0.1)
+for _ in range(3):
+    parameter.sum().backward()
+    optimizer.step()
+"""
+
+
+def check_two_ranks(run: Run) -> list[Writer]:
+    """Two ranks, three iterations each, one seed that they agreed on."""
+    run.check()
+    assert sorted(run.stdout.splitlines()) == TRAINED
+    writers = read_run(run.run_dir)
+    assert [writer.rank for writer in writers] == [0, 1]
+    assert [len(writer.iterations) for writer in writers] == [3, 3]
+    assert [writer.iterations.mispredicted for writer in writers] == [0, 0]
+    assert {writer.info["world_size"] for writer in writers} == {2}
+    assert {writer.info["seed_source"] for writer in writers} == {"agreed"}
+    assert len({writer.info["seed"] for writer in writers}) == 1
+    assert {writer.info["end"] for writer in writers} == {"exit"}
+    assert {writer.info["run_id"] for writer in writers} == {run.run_dir.name}
+    assert json.loads((run.run_dir / "manifest.json").read_text())["run_id"] == run.run_dir.name
+    assert [writer.info["dropped"] + writer.info["hook_faults"] for writer in writers] == [0, 0]
+    return writers
+
+
+def test_torchrun(launch: Launcher) -> None:
+    program = launch.program(TRAIN_HERE)
+    port = str(free_port())
+    run = launch.run(*INSTRUMENT, *TORCHRUN, "--nproc-per-node=2", f"--master-port={port}", program)
+    writers = check_two_ranks(run)
+    assert [writer.info["local_rank"] for writer in writers] == [0, 1]
+    assert [writer.info["resource"]["dl.rank"] for writer in writers] == [0, 1]
+    assert {writer.info["resource"]["torchelastic.local_world_size"] for writer in writers} == {2}
+
+
+def test_python_m_torch_distributed_run(launch: Launcher) -> None:
+    program = launch.program(TRAIN_HERE)
+    run = launch.run(
+        *INSTRUMENT, *PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program
+    )
+    check_two_ranks(run)
+
+
+def test_torchrun_that_starts_opentelemetry_instrument(launch: Launcher) -> None:
+    """The launcher does not run us here: the ranks have no run id in common until they agree on one."""
+    program = launch.program(TRAIN_HERE)
+    port = str(free_port())
+    launcher = (*TORCHRUN, "--no-python", "--nproc-per-node=2", f"--master-port={port}")
+    run = launch.run(*launcher, *INSTRUMENT, *PYTHON, program)
+    check_two_ranks(run)
+
+
+def test_multiprocessing_spawn(launch: Launcher) -> None:
+    source = """
+    def rank_main(rank):
+        import os
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+        train()
+
+    if __name__ == "__main__":
+        torch.multiprocessing.spawn(rank_main, nprocs=2)
+    """
+    run = launch.instrumented(TRAIN + textwrap.dedent(source))
+    check_two_ranks(run)
+
+
+def test_ranks_by_hand_without_a_common_parent(launch: Launcher) -> None:
+    program = launch.program(TRAIN_HERE)
+    world = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
+    started = [launch.start((*INSTRUMENT, *PYTHON, program), {**world, "RANK": rank}) for rank in "01"]
+    runs = [each.wait() for each in started]
+    assert runs[1].lines == []  # rank 0 alone says where the run is
+    both = Run(
+        max(run.code for run in runs),
+        "".join(run.stdout for run in runs),
+        "".join(run.stderr for run in runs),
+        launch.folder,
+        [command for run in runs for command in run.survivors],
+    )
+    check_two_ranks(both)
+
+
+def test_one_process_without_distributed(launch: Launcher) -> None:
+    run = launch.instrumented(ALONE + "sys.exit(7)\n")
+    assert run.code == 7  # the program's own
+    assert run.lines == [f"{CLOSING}lens-runs/{run.run_dir.name}"]
+    assert run.spooled == []
+    (writer,) = read_run(run.run_dir)
+    assert (writer.rank, writer.info["world_size"], writer.info["local_rank"]) == (0, 1, 0)
+    assert writer.info["seed_source"] == "own"
+    assert len(writer.iterations) == 3
+    assert [row.kind for row in writer.of(Kind.BACKWARD, Kind.OPTIMIZER_STEP)] == [
+        Kind.BACKWARD,
+        Kind.OPTIMIZER_STEP,
+    ] * 3
+
+
+INSTRUMENT_ALL = """
+from importlib.metadata import entry_points
+instrumentors = [
+    entry_point.load()()
+    for entry_point in entry_points(group="opentelemetry_instrumentor")
+    if entry_point.value.startswith("instrumentors.")
+]
+for instrumentor in instrumentors:
+    instrumentor.instrument()
+"""
+
+
+def test_instrument_after_torch_was_imported(launch: Launcher) -> None:
+    source = """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import all_reduce, batch_isend_irecv, irecv
+    before = all_reduce
+
+    INSTRUMENT_ALL
+
+    assert all_reduce is dist.all_reduce is dist.distributed_c10d.all_reduce, "the name bound before is ours now"
+    assert all_reduce is not before.__wrapped__ and all_reduce.__wrapped__ is before.__wrapped__
+    rank = fork_ranks(2)
+    dist.init_process_group("gloo")
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    other = 1 - rank
+    for _ in range(3):
+        parameter.sum().backward()
+        all_reduce(parameter.grad)
+        received = torch.zeros(4)
+        operations = [
+            dist.P2POp(dist.isend, torch.full((4,), float(rank)), other), dist.P2POp(irecv, received, other)
+        ]
+        for work in batch_isend_irecv(operations):
+            work.wait()
+        assert received.tolist() == [float(other)] * 4
+        optimizer.step()
+    print("rank", rank, "trained", flush=True)
+    dist.destroy_process_group()
+    """.replace("\n    INSTRUMENT_ALL\n", textwrap.indent(INSTRUMENT_ALL, "    "))
+    # `before` above is bound in this module, which is searched too: it must be looked at by another way.
+    source = source.replace("before = all_reduce", "held = [all_reduce]")
+    source = source.replace(
+        "assert all_reduce is not before.__wrapped__ and all_reduce.__wrapped__ is before.__wrapped__",
+        "assert all_reduce.__wrapped__ is held[0]",
+    )
+    program = launch.program(FORK_RANKS + textwrap.dedent(source))
+    run = launch.run(*PYTHON, program, env={"NEMO_LENS_SPAN_GROUPS": "all"})
+    for writer in check_two_ranks(run):
+        operations = [(row.name, row.peer) for row in writer.of(Kind.COLLECTIVE, Kind.SEND, Kind.RECV)]
+        other = 1 - writer.rank
+        assert operations == [("all_reduce", -1), ("isend", other), ("irecv", other)] * 3
+
+
+def test_program_without_torch(launch: Launcher) -> None:
+    source = """
+    import json, logging, sys, threading
+    seen = [name for name in sys.modules if name.split(".")[0] in ("torch", "numpy") or name.startswith("opentelemetry.sdk")]
+    print(json.dumps({"threads": [thread.name for thread in threading.enumerate()], "modules": seen}))
+    """
+    run = launch.instrumented(source).check(run_dirs=0)
+    assert json.loads(run.stdout) == {"threads": ["MainThread"], "modules": []}
+    assert not run.spool.exists()
+    assert [path.name for path in run.cwd.iterdir()] == ["program.py"]
+
+
+def test_dataloader_workers(launch: Launcher) -> None:
+    """Workers inherit RANK, and this dataset even trains in them: still they are no ranks."""
+    source = """
+    import json, os, torch
+    from torch.utils.data import DataLoader, Dataset
+
+    class Trains(Dataset):
+        def __len__(self):
+            return 4
+        def __getitem__(self, index):
+            parameter = torch.nn.Parameter(torch.ones(1))
+            parameter.sum().backward()
+            torch.optim.SGD([parameter], lr=0.1).step()
+            return os.getpid()
+
+    if __name__ == "__main__":
+        pids = {}
+        for way in ("fork", "spawn", "forkserver"):
+            loader = DataLoader(Trains(), batch_size=None, num_workers=1, multiprocessing_context=way)
+            pids[way] = []
+            parameter = torch.nn.Parameter(torch.ones(1))
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+            for pid in loader:
+                pids[way].append(int(pid))
+                parameter.sum().backward()
+                optimizer.step()
+        print(json.dumps({"main": os.getpid(), "workers": pids}))
+    """
+    run = launch.instrumented(source, env={"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}).check()
+    said = json.loads(run.stdout)
+    assert {way: (len(pids), len(set(pids))) for way, pids in said["workers"].items()} == {
+        "fork": (4, 1),
+        "spawn": (4, 1),
+        "forkserver": (4, 1),
+    }
+    (writer,) = read_run(run.run_dir)
+    assert writer.pid == said["main"]
+    assert len(writer.iterations) == 12
+    assert [row.b for row in writer.of(Kind.LOADER_START)] == [1, 1, 1]
+    fetches = writer.of(Kind.FETCH)
+    assert [row.seq for row in fetches] == [0, 1, 2, 3, 4] * 3
+    assert [row.seq for row in fetches if row.flags & Flag.EXHAUSTED] == [4, 4, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_torch_compile_children(launch: Launcher) -> None:
+    source = """
+    import json, os, torch
+    from pathlib import Path
+
+    def children(pid):
+        # a process may end while we look
+        found = []
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += [int(child), *children(int(child))]
+        return found
+
+    @torch.compile
+    def half(x):
+        return (x.sin() + 1) / 2
+
+    parameter = torch.nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for _ in range(3):
+        half(parameter).sum().backward()
+        optimizer.step()
+    print(json.dumps({"main": os.getpid(), "children": children(os.getpid())}))
+    """
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(launch.folder / "inductor")}
+    run = launch.instrumented(source, env=cache, timeout_s=100).check()
+    said = json.loads(run.stdout)
+    assert len(said["children"]) >= 2  # the pool's parent and its workers, all of them run us at their start
+    (writer,) = read_run(run.run_dir)
+    assert writer.pid == said["main"]
+    assert len(writer.iterations) == 3
+
+
+@pytest.fixture
+def other_distro(launch: Launcher) -> dict[str, str]:
+    """A second distribution with the entry points of `opentelemetry-distro`, found before ours."""
+    folder = launch.folder / "other"
+    info = folder / "opentelemetry_distro-0.66b2.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: opentelemetry-distro\nVersion: 0.66b2\n")
+    (info / "entry_points.txt").write_text(
+        "[opentelemetry_distro]\ndistro = other_distro:OtherDistro\n\n"
+        "[opentelemetry_configurator]\nconfigurator = other_distro:OtherConfigurator\n"
+    )
+    (folder / "other_distro.py").write_text(
+        textwrap.dedent("""
+        import os
+        from opentelemetry.instrumentation.distro import BaseDistro
+
+        class OtherDistro(BaseDistro):
+            def _configure(self, **kwargs):
+                os.environ["OTHER_DISTRO"] = "configured"
+
+        class OtherConfigurator:
+            def configure(self, **kwargs):
+                pass
+        """)
+    )
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_another_distro_comes_first(launch: Launcher, other_distro: dict[str, str]) -> None:
+    run = launch.instrumented("import os; print(os.environ['OTHER_DISTRO'])\n" + ALONE, env=other_distro)
+    assert (run.code, run.stdout) == (0, "configured\n")
+    ours = [line for line in run.lines if line.startswith("lens-auto: ")]
+    assert len(ours) == 2
+    assert "OTEL_PYTHON_DISTRO=lens_auto" in ours[0]
+    assert "OTEL_PYTHON_CONFIGURATOR=lens_auto" in ours[0]
+    assert ours[1] == f"{CLOSING}lens-runs/{run.run_dir.name}"
+    # OpenTelemetry's own word on the configurator that it did not load.
+    assert [line for line in run.lines if line not in ours] == [
+        "Configuration of lens_auto not loaded, configurator already loaded"
+    ]
+    (writer,) = read_run(run.run_dir)
+    assert len(writer.iterations) == 3
+
+
+def test_another_distro_and_ours_chosen(launch: Launcher, other_distro: dict[str, str]) -> None:
+    source = """
+    import os
+    from lens_auto.distro import LensDistro
+    print(LensDistro.chosen, os.environ.get("OTHER_DISTRO"))
+    """
+    chosen = {"OTEL_PYTHON_DISTRO": "lens_auto", "OTEL_PYTHON_CONFIGURATOR": "lens_auto"}
+    run = launch.instrumented(source, env={**other_distro, **chosen})
+    assert (run.code, run.stdout) == (0, "True None\n")
+    assert [line for line in run.lines if "lens-auto" in line] == []
+
+
+SWITCHES = {"NEMO_LENS_DISABLED": "1", "NEMO_LENS_ENABLED": "0", "OTEL_SDK_DISABLED": "true"}
+
+
+@pytest.mark.parametrize("variable", SWITCHES)
+def test_disabled(launch: Launcher, variable: str) -> None:
+    source = """
+    import json, os, threading, types
+    import torch.distributed as dist
+    import torch.utils.data.dataloader as data
+    from torch.optim import optimizer as optim
+    patched = [name for module in (dist, dist.distributed_c10d, torch.autograd) for name, value in vars(module).items()
+               if type(value).__module__.startswith(("wrapt", "instrumentors"))]
+    print(json.dumps({
+        "all_reduce": type(dist.all_reduce) is types.FunctionType,
+        "fetch": type(vars(data._BaseDataLoaderIter)["__next__"]) is types.FunctionType,
+        "scaler": type(vars(torch.amp.GradScaler)["step"]) is types.FunctionType,
+        "hooks": len(optim._global_optimizer_pre_hooks) + len(optim._global_optimizer_post_hooks),
+        "patched": patched,
+        "threads": [thread.name for thread in threading.enumerate()],
+        "environment": [name for name in os.environ if "NEMO_LENS" in name],
+    }))
+    """
+    run = launch.instrumented(ALONE + textwrap.dedent(source), env={variable: SWITCHES[variable]})
+    run.check(run_dirs=0)
+    assert run.stderr == ""
+    said = json.loads(run.stdout)
+    assert set(said.pop("environment")) == {"NEMO_LENS_SPOOL_DIR", variable} - {"OTEL_SDK_DISABLED"}
+    assert said == {
+        "all_reduce": True,
+        "fetch": True,
+        "scaler": True,
+        "hooks": 0,
+        "patched": [],
+        "threads": ["MainThread"],
+    }
+    assert not run.spool.exists()
+    assert [path.name for path in run.cwd.iterdir()] == ["program.py"]
+
+
+def test_ended_by_a_signal(launch: Launcher) -> None:
+    """The launcher finishes what a killed rank left in the spool, and the exit status stays the program's."""
+    source = FORK_RANKS + ALONE.replace("import torch\n", "import torch\nfork_ranks(1)\n")
+    source += "import signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    run = launch.instrumented(source)
+    assert run.code == 9
+    assert run.lines == []
+    assert run.spooled == []
+    (writer,) = read_run(run.run_dir)
+    assert writer.info["ended_ns"] is None
+    assert len(writer.iterations) == 3
+    assert Path(writer.info["run_dir"]) == run.run_dir
