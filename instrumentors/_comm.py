@@ -11,9 +11,11 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lens_auto.recorder.recorder import Recorder
+if TYPE_CHECKING:
+    from lens_auto.recorder.recorder import Recorder
+
 
 torch: Any = None
 c10d: Any = None

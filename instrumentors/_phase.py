@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrumentors._patch import Hook
 from lens_auto import runtime
 from lens_auto.guard import Site
 from lens_auto.recorder.layout import Phase
-from lens_auto.recorder.recorder import Recorder, ThreadState
+
+if TYPE_CHECKING:
+    from lens_auto.recorder.recorder import Recorder, ThreadState
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # instance, args, kwargs
-Write = Callable[[Recorder, ThreadState, Call, int, int, Any, "BaseException | None"], None]
+Write = Callable[["Recorder", "ThreadState", Call, int, int, Any, "BaseException | None"], None]
 
 now_ns = time.monotonic_ns
 

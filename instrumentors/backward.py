@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrumentors._patch import LensInstrumentor, Patches
 from instrumentors._phase import now_ns
 from lens_auto import guard, runtime
 from lens_auto.guard import Site
 from lens_auto.recorder.layout import Flag, Kind, Phase
-from lens_auto.recorder.recorder import Recorder, ThreadState
+
+if TYPE_CHECKING:
+    from lens_auto.recorder.recorder import Recorder, ThreadState
 
 
 def _hook(site: Site) -> Any:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrumentors._comm import Argument
 from instrumentors._patch import LensInstrumentor, Patches
 from instrumentors._phase import Call, Write, phase_hook
 from lens_auto import guard
 from lens_auto.recorder.layout import Flag, Kind, Phase
-from lens_auto.recorder.recorder import Recorder, ThreadState
+
+if TYPE_CHECKING:
+    from lens_auto.recorder.recorder import Recorder, ThreadState
 
 
 def _path_of(target: Any) -> str:

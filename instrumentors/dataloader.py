@@ -6,13 +6,15 @@ import itertools
 import weakref
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrumentors._patch import LensInstrumentor, Patches
 from instrumentors._phase import Call, phase_hook
 from lens_auto import guard
 from lens_auto.recorder.layout import Flag, Kind, Phase
-from lens_auto.recorder.recorder import Recorder, ThreadState
+
+if TYPE_CHECKING:
+    from lens_auto.recorder.recorder import Recorder, ThreadState
 
 
 class _Pass:

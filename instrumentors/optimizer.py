@@ -6,14 +6,16 @@ import sys
 import weakref
 from collections.abc import Callable
 from types import FrameType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrumentors._patch import Hook, LensInstrumentor, Patches
 from instrumentors._phase import now_ns
 from lens_auto import guard, runtime
 from lens_auto.guard import Site
 from lens_auto.recorder.layout import Flag, Kind, Phase
-from lens_auto.recorder.recorder import Recorder, ThreadState
+
+if TYPE_CHECKING:
+    from lens_auto.recorder.recorder import Recorder, ThreadState
 
 _ordinals: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _next_ordinal = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrumentors import _comm
 from instrumentors._comm import Argument, GroupInfo, Skip
@@ -14,7 +14,9 @@ from instrumentors.collectives import communication_site
 from lens_auto import runtime
 from lens_auto.guard import Site
 from lens_auto.recorder.layout import Flag, Kind
-from lens_auto.recorder.recorder import Recorder, ThreadState
+
+if TYPE_CHECKING:
+    from lens_auto.recorder.recorder import Recorder, ThreadState
 
 _now = time.monotonic_ns
 _ASYNC = int(Flag.ASYNC)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrumentors import _comm
 from instrumentors._patch import Hook, LensInstrumentor, Patches
 from lens_auto import guard, runtime
 from lens_auto.guard import Site
 from lens_auto.recorder.layout import Flag, Kind
-from lens_auto.recorder.recorder import Recorder, ThreadState
+
+if TYPE_CHECKING:
+    from lens_auto.recorder.recorder import Recorder, ThreadState
 
 _now = time.monotonic_ns
 _KIND = int(Kind.PROCESS_GROUP)

@@ -8,21 +8,21 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import platform
-import secrets
-import socket
 import sys
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lens_auto import guard
-from lens_auto.iteration.agreement import Agreed, Agreement, Store
-from lens_auto.iteration.live import LiveIterations
-from lens_auto.recorder import finish, rundir, spool
-from lens_auto.recorder.housekeeper import Housekeeper
-from lens_auto.recorder.recorder import Recorder
+from lens_auto import guard, state
 from lens_auto.settings import Settings
+
+if TYPE_CHECKING:  # every interpreter imports this file at its start: what only a rank needs is imported by the rank
+    from lens_auto.iteration.agreement import Store
+    from lens_auto.iteration.carrier import Switch
+    from lens_auto.iteration.live import LiveIterations
+    from lens_auto.iteration.schedule import Schedule
+    from lens_auto.recorder.housekeeper import Housekeeper
+    from lens_auto.recorder.recorder import Recorder
 
 logger = logging.getLogger("lens_auto")
 
@@ -36,6 +36,7 @@ groups: frozenset[str] = frozenset()  # span groups that are on now
 
 _housekeeper: Housekeeper | None = None
 _lock = threading.RLock()
+_schedule: Schedule | None = None
 _parent_was_rank = False
 _closed = False
 _init_count = 0
@@ -49,6 +50,7 @@ def configure() -> Settings:
     with _lock:
         settings = Settings.from_env(os.environ)
         groups = frozenset() if settings.disabled else settings.groups
+        state.set_enabled_span_groups(groups)
         for problem in settings.problems:
             logger.warning("lens-auto: %s", problem)
         if settings.disabled:
@@ -71,9 +73,32 @@ def set_groups(wanted: frozenset[str]) -> None:
     """Switch span groups in this process, now."""
     global groups
     groups = wanted
+    state.set_enabled_span_groups(wanted)
     if recorder is not None:
         recorder.span_flags(wanted)
+    if _housekeeper is not None:
+        ever = sorted({*_housekeeper.info["groups"], *wanted})
+        if ever != _housekeeper.info["groups"]:
+            _housekeeper.update(groups=ever)
     guard.refresh_all()
+
+
+def schedule_switches(switches: list[Switch]) -> None:
+    """Switch span groups from later iterations on; called from other threads."""
+    if recorder is None or _schedule is None:
+        return
+    _schedule.add(switches)
+    recorder.switch_at = _schedule.next_iteration
+
+
+def _switch(iteration: int) -> None:
+    """At a boundary, in the training thread: what is due."""
+    if recorder is None or _schedule is None:
+        return
+    wanted = _schedule.due(iteration)
+    recorder.switch_at = _schedule.next_iteration
+    if wanted is not None and wanted != groups:
+        set_groups(wanted)
 
 
 def _first_run_id() -> str:
@@ -84,15 +109,17 @@ def _first_run_id() -> str:
     elastic = os.environ.get("TORCHELASTIC_RUN_ID")
     if elastic and elastic != "none":
         return elastic
-    return rundir.new_run_id()
+    return time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + os.urandom(3).hex()
 
 
 def _finish_children(run_id: str) -> None:
     """At the launcher's end: what killed children left in the spool goes to the run directory."""
     if os.environ.get(LAUNCHER_VARIABLE) != str(os.getpid()):
         return  # a forked child
-    key = rundir.safe_name(run_id)
     try:
+        from lens_auto.recorder import finish, rundir
+
+        key = rundir.safe_name(run_id)
         for problem in finish.finish_dead(key=key):
             logger.warning("lens-auto: %s", problem)
     except Exception as error:
@@ -141,6 +168,8 @@ def become_rank(by_init: bool = False) -> Recorder | None:
         current = configure()
         if current.disabled or (not by_init and (_parent_was_rank or _in_loader_worker())):
             return None
+        from lens_auto.iteration.live import LiveIterations
+
         made, keeper = _make_recorder(current)
         keeper.start()
         iterations = LiveIterations(made, current.iteration_optimizer)
@@ -162,6 +191,16 @@ def become_rank(by_init: bool = False) -> Recorder | None:
 
 
 def _make_recorder(current: Settings) -> tuple[Recorder, Housekeeper]:
+    import platform
+    import secrets
+    import socket
+
+    from lens_auto.iteration.schedule import Schedule, window_switches
+    from lens_auto.recorder import finish, rundir, spool
+    from lens_auto.recorder.housekeeper import Housekeeper
+    from lens_auto.recorder.recorder import Recorder
+
+    global _schedule, groups
     local_ranks = max(1, _environment_int("LOCAL_WORLD_SIZE", 1))
     ticks = finish.process_start_ticks(os.getpid())
     host = socket.gethostname()
@@ -178,7 +217,13 @@ def _make_recorder(current: Settings) -> tuple[Recorder, Housekeeper]:
         logger.warning("lens-auto: no folder for the spool: %s; records are dropped and counted", error.strerror)
     nonce = secrets.randbits(64)
     made = Recorder(folder, nonce, ticks, current.max_run_bytes // local_ranks)
+    at_start, switches = window_switches(groups, current.window)
+    _schedule = Schedule(switches)
+    if switches:
+        set_groups(at_start)
     made.span_flags(groups)
+    made.on_switch = _switch
+    made.switch_at = _schedule.next_iteration
     cwd = os.getcwd()
     wanted = os.path.abspath(current.run_dir) if current.run_dir else None
     info: dict[str, Any] = {
@@ -249,6 +294,9 @@ def initialized(rank: int, world_size: int, clone_store: Any) -> None:
     identify(rank, world_size)
     if _housekeeper.info["seed"] is not None:
         return
+    from lens_auto.iteration.agreement import Agreed, Agreement
+    from lens_auto.iteration.sharing import Sharing
+
     own = Agreed(os.urandom(16), str(_housekeeper.info["run_id"]))
     if world_size == 1:
         _housekeeper.name_run(own.run_id, own.seed, "own")
@@ -259,7 +307,11 @@ def initialized(rank: int, world_size: int, clone_store: Any) -> None:
         store: Store = clone_store()
         return store
 
-    _housekeeper.agree(Agreement(connect, f"lens-auto/{restart}/{_init_count}", rank, world_size, own))
+    prefix = f"lens-auto/{restart}/{_init_count}"
+    _housekeeper.agree(Agreement(connect, prefix, rank, world_size, own))
+    mode = "derived" if settings is None else settings.propagation
+    if mode != "off":
+        _housekeeper.share(Sharing(connect, prefix, rank, world_size, recorder, mode, schedule_switches))
 
 
 def close() -> None:

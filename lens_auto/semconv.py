@@ -49,6 +49,10 @@ DL_THROUGHPUT_TOKENS_PER_SEC = "dl.throughput_tokens_per_sec"
 DL_OPTIMIZER = "dl.optimizer"  # class name
 DL_OPTIMIZER_SKIPPED = "dl.optimizer.skipped"
 DL_BATCHES = "dl.batches"
+DL_BATCH_INDEX = "dl.batch_index"  # in its pass over the loader, from 0
+DL_LOADER_WORKERS = "dl.loader.workers"
+DL_LOADER_EXHAUSTED = "dl.loader.exhausted"  # True: the fetch found no batch, the pass is over
+DL_MODEL_WRAPPER = "dl.model.wrapper"  # class name
 DL_PIPELINE_STAGE = "dl.pipeline.stage"
 
 # Communication. The group's name and the sequence number name the same collective on every rank.
@@ -64,6 +68,9 @@ DL_COMM_TAG = "dl.comm.tag"
 DL_COMM_LINK = "dl.comm.link"
 DL_COMM_LINK_AMBIGUOUS = "ambiguous"
 DL_COMM_COALESCED = "dl.comm.coalesced"
+DL_COMM_GROUP_DESCRIPTION = "dl.comm.group_description"
+DL_COMM_END = "dl.comm.end"
+DL_COMM_END_UNKNOWN = "unknown"  # the program never called wait: the span ends with the call
 
 # Pipeline transfers carry these without a namespace.
 PIPELINE_RANK = "rank"

@@ -15,6 +15,7 @@ from lens_auto.recorder.layout import Flag, Kind
 
 # Three iterations on each rank, gradients averaged by hand.
 TRAIN = """
+import sys
 import torch
 import torch.distributed as dist
 
@@ -28,7 +29,7 @@ def train():
             dist.all_reduce(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()
-    print("rank", dist.get_rank(), "trained", flush=True)
+    sys.stdout.write(f"rank {dist.get_rank()} trained\\n")  # one write: ranks share the pipe
     dist.destroy_process_group()
 """
 TRAIN_HERE = TRAIN + "\ntrain()\n"
@@ -148,16 +149,16 @@ for instrumentor in instrumentors:
 
 
 def test_instrument_after_torch_was_imported(launch: Launcher) -> None:
-    source = """
+    """Names that were bound before are ours as well, the same object under all of them."""
+    bound_before = """
     import torch
     import torch.distributed as dist
     from torch.distributed import all_reduce, batch_isend_irecv, irecv
-    before = all_reduce
-
-    INSTRUMENT_ALL
-
-    assert all_reduce is dist.all_reduce is dist.distributed_c10d.all_reduce, "the name bound before is ours now"
-    assert all_reduce is not before.__wrapped__ and all_reduce.__wrapped__ is before.__wrapped__
+    bare = [all_reduce]
+    """
+    source = """
+    assert all_reduce is dist.all_reduce is dist.distributed_c10d.all_reduce
+    assert all_reduce.__wrapped__ is bare[0]
     rank = fork_ranks(2)
     dist.init_process_group("gloo")
     parameter = torch.nn.Parameter(torch.ones(2))
@@ -167,23 +168,16 @@ def test_instrument_after_torch_was_imported(launch: Launcher) -> None:
         parameter.sum().backward()
         all_reduce(parameter.grad)
         received = torch.zeros(4)
-        operations = [
-            dist.P2POp(dist.isend, torch.full((4,), float(rank)), other), dist.P2POp(irecv, received, other)
-        ]
-        for work in batch_isend_irecv(operations):
+        sent = torch.full((4,), float(rank))
+        # P2POp takes torch's own isend and irecv and nothing else; batch_isend_irecv compares by identity
+        for work in batch_isend_irecv([dist.P2POp(dist.isend, sent, other), dist.P2POp(irecv, received, other)]):
             work.wait()
         assert received.tolist() == [float(other)] * 4
         optimizer.step()
-    print("rank", rank, "trained", flush=True)
+    sys.stdout.write(f"rank {rank} trained\\n")
     dist.destroy_process_group()
-    """.replace("\n    INSTRUMENT_ALL\n", textwrap.indent(INSTRUMENT_ALL, "    "))
-    # `before` above is bound in this module, which is searched too: it must be looked at by another way.
-    source = source.replace("before = all_reduce", "held = [all_reduce]")
-    source = source.replace(
-        "assert all_reduce is not before.__wrapped__ and all_reduce.__wrapped__ is before.__wrapped__",
-        "assert all_reduce.__wrapped__ is held[0]",
-    )
-    program = launch.program(FORK_RANKS + textwrap.dedent(source))
+    """
+    program = launch.program(FORK_RANKS + textwrap.dedent(bound_before) + INSTRUMENT_ALL + textwrap.dedent(source))
     run = launch.run(*PYTHON, program, env={"NEMO_LENS_SPAN_GROUPS": "all"})
     for writer in check_two_ranks(run):
         operations = [(row.name, row.peer) for row in writer.of(Kind.COLLECTIVE, Kind.SEND, Kind.RECV)]
@@ -220,11 +214,12 @@ def test_dataloader_workers(launch: Launcher) -> None:
 
     if __name__ == "__main__":
         pids = {}
+        parameter = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        parameter.sum().backward()  # a rank from here on, before the first loader starts
         for way in ("fork", "spawn", "forkserver"):
             loader = DataLoader(Trains(), batch_size=None, num_workers=1, multiprocessing_context=way)
             pids[way] = []
-            parameter = torch.nn.Parameter(torch.ones(1))
-            optimizer = torch.optim.SGD([parameter], lr=0.1)
             for pid in loader:
                 pids[way].append(int(pid))
                 parameter.sum().backward()
@@ -253,14 +248,20 @@ def test_torch_compile_children(launch: Launcher) -> None:
     source = """
     import json, os, torch
     from pathlib import Path
+    from torch._inductor.async_compile import AsyncCompile
 
     def children(pid):
-        # a process may end while we look
         found = []
         for task in Path(f"/proc/{pid}/task").iterdir():
             for child in (task / "children").read_text().split():
                 found += [int(child), *children(int(child))]
         return found
+
+    # torch starts its pool by itself only where there is Triton
+    AsyncCompile.warm_pool()
+    AsyncCompile.wakeup()
+    AsyncCompile.wait_pool_ready()
+    workers = children(os.getpid())
 
     @torch.compile
     def half(x):
@@ -269,14 +270,19 @@ def test_torch_compile_children(launch: Launcher) -> None:
     parameter = torch.nn.Parameter(torch.ones(8))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     for _ in range(3):
-        half(parameter).sum().backward()
+        with torch.no_grad():
+            weight = half(parameter)
+        (parameter * weight).sum().backward()
         optimizer.step()
-    print(json.dumps({"main": os.getpid(), "children": children(os.getpid())}))
+    print(json.dumps({"main": os.getpid(), "workers": workers}))
     """
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(launch.folder / "inductor")}
-    run = launch.instrumented(source, env=cache, timeout_s=100).check()
+    inductor = {
+        "TORCHINDUCTOR_CACHE_DIR": str(launch.folder / "inductor"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "2",
+    }
+    run = launch.instrumented(source, env=inductor, timeout_s=100).check()
     said = json.loads(run.stdout)
-    assert len(said["children"]) >= 2  # the pool's parent and its workers, all of them run us at their start
+    assert len(said["workers"]) == 3  # the pool's own process, which runs us, and two that it forks
     (writer,) = read_run(run.run_dir)
     assert writer.pid == said["main"]
     assert len(writer.iterations) == 3

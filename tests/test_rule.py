@@ -371,8 +371,8 @@ def test_accelerate_prefetches_by_one() -> None:
     assert phases(found, 3) == {D: 1, F: 3, B: 4, S: 1}
 
 
-@pytest.mark.parametrize("thread", [0, 3])
-def test_step_inside_backward(thread: int) -> None:
+@pytest.mark.parametrize(("thread", "flag"), [(0, Flag.IN_BACKWARD), (3, Flag.IN_BACKWARD), (3, 0)])
+def test_step_inside_backward(thread: int, flag: int) -> None:
     """Hooks that step each parameter's optimizer as its gradient is ready; on CUDA they run in autograd's threads."""
     writer = Writer()
     loader = writer.loader(1)
@@ -382,9 +382,7 @@ def test_step_inside_backward(thread: int) -> None:
         start = writer.now
         for parameter in range(3):
             writer.wait(1)
-            writer.take(
-                Kind.OPTIMIZER_STEP, 0.5, Flag.SPAN | Flag.IN_BACKWARD, a=parameter, b=1, name="SGD", thread=thread
-            )
+            writer.take(Kind.OPTIMIZER_STEP, 0.5, Flag.SPAN | flag, a=parameter, b=1, name="SGD", thread=thread)
         writer.wait(0.5)
         writer.add(Kind.BACKWARD, start, writer.now)
         writer.wait(1)

@@ -130,17 +130,17 @@ def find_iterations(
     if numbers is None:
         numbers = np.arange(len(data), dtype=np.int64)
     starts = data["start_ns"].astype(np.int64)
-    thread = _training_thread(data)
-    events = _Events(data, numbers, starts, thread)
+    inside_backward = _steps_inside_backward(data, starts)
+    thread = _training_thread(data, inside_backward)
+    events = _Events(data, numbers, starts, thread, inside_backward)
     until_ns = max(int(events.end_ns.max(initial=0)), end_ns or 0)
 
     counted = events.of(Kind.OPTIMIZER_STEP) & (data["b"][events.row] == 1)
-    inside = _inside_backward(events)
-    first_step, boundary = _boundaries(data, events, counted, inside)
+    first_step, boundary = _boundaries(data, events, counted)
     start_ns, stop_ns = _edges(events, counted, boundary)
     evaluations = _evaluations(data, events, until_ns)
     evaluations["iteration"] = _iteration_at(evaluations["start_ns"], start_ns, stop_ns)
-    tiles = _tiles(events, inside, evaluations, start_ns, stop_ns)
+    tiles = _tiles(events, evaluations, start_ns, stop_ns)
 
     phase_ns = np.zeros((len(stop_ns), len(Phase)), dtype=np.int64)
     within = tiles["iteration"] >= 0
@@ -164,13 +164,27 @@ def find_iterations(
     )
 
 
-def _training_thread(data: npt.NDArray[np.void]) -> int:
+def _steps_inside_backward(data: npt.NDArray[np.void], starts: Int64Array) -> Mask:
+    """Optimizer steps issued from inside a backward. On CUDA they run in autograd's threads, which do not know it."""
+    kind = data["kind"]
+    ends = data["end_ns"].astype(np.int64)
+    inside: Mask = (kind == Kind.OPTIMIZER_STEP) & ((data["flags"] & Flag.IN_BACKWARD) != 0)
+    steps = np.flatnonzero((kind == Kind.OPTIMIZER_STEP) & ~inside)
+    backward = kind == Kind.BACKWARD
+    cover = _Cover(starts[backward], ends[backward], starts[backward])
+    covered, index = cover.at(starts[steps])
+    covered[covered] = ends[steps][covered] <= cover.end_ns[index[covered]]
+    inside[steps[covered]] = True
+    return inside
+
+
+def _training_thread(data: npt.NDArray[np.void], inside_backward: Mask) -> int:
     """The thread that stepped optimizers; where none did, the one that ran backward, or fetched.
 
-    Steps inside backward do not tell: on CUDA they run in autograd's own threads.
+    Steps inside backward do not tell.
     """
     kind = data["kind"]
-    stepped = (kind == Kind.OPTIMIZER_STEP) & ((data["flags"] & Flag.IN_BACKWARD) == 0)
+    stepped = (kind == Kind.OPTIMIZER_STEP) & ~inside_backward
     for candidates in (stepped & (data["b"] == 1), stepped, *(kind == each for each in reversed(_TRAINING_KINDS[:3]))):
         threads = data["thread"][candidates]
         if len(threads):
@@ -181,16 +195,24 @@ def _training_thread(data: npt.NDArray[np.void]) -> int:
 class _Events:
     """The training thread's events in order of their start, outer before inner; unknown ends are filled in."""
 
-    def __init__(self, data: npt.NDArray[np.void], numbers: Int64Array, starts: Int64Array, thread: int) -> None:
+    def __init__(
+        self,
+        data: npt.NDArray[np.void],
+        numbers: Int64Array,
+        starts: Int64Array,
+        thread: int,
+        inside_backward: Mask,
+    ) -> None:
         kind, flags = data["kind"], data["flags"]
         wanted = np.isin(kind, np.array(_EVENT_KINDS, dtype=kind.dtype)) & (data["thread"] == thread)
-        wanted |= (kind == Kind.OPTIMIZER_STEP) & ((flags & Flag.IN_BACKWARD) != 0)
+        wanted |= inside_backward
         rows = np.flatnonzero(wanted)
         ends = data["end_ns"][rows].astype(np.int64)
         order = np.lexsort((-ends, starts[rows]))
         self.row = rows[order]
         self.kind = kind[self.row]
         self.flags = flags[self.row]
+        self.inside_backward = inside_backward[self.row]
         self.number = numbers[self.row]
         self.start_ns: Int64Array = starts[self.row]
         end_ns = ends[order]
@@ -230,21 +252,17 @@ def _cover(events: _Events, mask: Mask) -> _Cover:
     return _Cover(events.start_ns[mask], events.end_ns[mask], events.number[mask])
 
 
-def _inside_backward(events: _Events) -> tuple[Mask, Int64Array]:
-    """For each event: is it a step inside a backward, and where does that backward end."""
+def _step_ends(events: _Events) -> Int64Array:
+    """When each event is over; for a step inside backward that is the end of the backward."""
     backward = _cover(events, events.of(Kind.BACKWARD))
     covered, index = backward.at(events.start_ns)
-    flagged = (events.flags & Flag.IN_BACKWARD) != 0
-    inside = covered & events.of(Kind.OPTIMIZER_STEP)
-    inside[inside] = flagged[inside] | (events.end_ns[inside] <= backward.end_ns[index[inside]])
+    covered &= events.inside_backward
     ends = events.end_ns.copy()
-    ends[inside] = np.maximum(backward.end_ns[index[inside]], ends[inside])
-    return inside | flagged, ends
+    ends[covered] = np.maximum(backward.end_ns[index[covered]], ends[covered])
+    return ends
 
 
-def _boundaries(
-    data: npt.NDArray[np.void], events: _Events, counted: Mask, inside: tuple[Mask, Int64Array]
-) -> tuple[Int64Array, Int64Array]:
+def _boundaries(data: npt.NDArray[np.void], events: _Events, counted: Mask) -> tuple[Int64Array, Int64Array]:
     """(1) The first step of each iteration (an index among counted steps), and the end of each iteration."""
     optimizer = data["a"][events.row[counted]]
     steps = len(optimizer)
@@ -264,7 +282,7 @@ def _boundaries(
         firsts.append(step)
         step = closes[step]
     first_step = np.array(firsts, dtype=np.int64)
-    boundary = np.maximum.reduceat(inside[1][counted], first_step)
+    boundary = np.maximum.reduceat(_step_ends(events)[counted], first_step)
     return first_step, np.maximum.accumulate(boundary)
 
 
@@ -337,17 +355,13 @@ def _evaluations(data: npt.NDArray[np.void], events: _Events, until_ns: int) -> 
 
 
 def _tiles(
-    events: _Events,
-    inside: tuple[Mask, Int64Array],
-    evaluations: npt.NDArray[np.void],
-    start_ns: Int64Array,
-    end_ns: Int64Array,
+    events: _Events, evaluations: npt.NDArray[np.void], start_ns: Int64Array, end_ns: Int64Array
 ) -> npt.NDArray[np.void]:
     """(4) Cut time at every start and end, and give each piece to the first in the list that covers it."""
     covers = {
         _EVALUATE: _Cover(evaluations["start_ns"], evaluations["end_ns"], evaluations["record"]),
         _CHECKPOINT: _cover(events, events.of(Kind.CHECKPOINT_SAVE, Kind.CHECKPOINT_LOAD)),
-        _STEP: _cover(events, events.of(Kind.OPTIMIZER_STEP) & ~inside[0]),
+        _STEP: _cover(events, events.of(Kind.OPTIMIZER_STEP) & ~events.inside_backward),
         _BACKWARD: _cover(events, events.of(Kind.BACKWARD)),
         _FETCH: _cover(events, events.of(Kind.FETCH)),
         _LOADER_START: _cover(events, events.of(Kind.LOADER_START)),

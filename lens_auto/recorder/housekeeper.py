@@ -15,6 +15,7 @@ from typing import Any
 
 from lens_auto import guard
 from lens_auto.iteration.agreement import Agreement
+from lens_auto.iteration.sharing import Sharing
 from lens_auto.recorder import finish, rundir, spool
 from lens_auto.recorder.layout import RANKS_DIR, WRITER_NAME, WriterState
 from lens_auto.recorder.recorder import Recorder
@@ -41,6 +42,7 @@ class Housekeeper:
         self.info = info
         self.run_dir: str | None = None  # None: not known yet; empty: it cannot be written
         self.agreement: Agreement | None = None
+        self.sharing: Sharing | None = None
         self._named = threading.Event()
         self._stopping = threading.Event()
         self._kept: list[tuple[str, int, int]] = []  # path, bytes, records
@@ -60,6 +62,10 @@ class Housekeeper:
         self._begun_ns = time.monotonic_ns()
         self.agreement = agreement
         self.recorder.wake.set()
+
+    def share(self, sharing: Sharing) -> None:
+        """Share carrier and switches with the other ranks once they agree."""
+        self.sharing = sharing
 
     def update(self, **facts: Any) -> None:
         """Change what `writer.json` says; it is written at the next tick."""
@@ -98,6 +104,8 @@ class Housekeeper:
         self._agree_on()
         if self._named.is_set() and self.run_dir is None:
             self._claim_run_dir()
+        if self.sharing is not None and self._named.is_set():
+            self.sharing.tick(self.info, self.run_dir)
         self._move(time.monotonic_ns() - SETTLE_NS)
         self._keep_bound()
         self.recorder.publish(sum(size for _, size, _ in self._kept), guard.fault_count())
@@ -217,6 +225,8 @@ class Housekeeper:
             self.recorder.wake.set()
             time.sleep(0.01)
         self._stopping.set()
+        if self.sharing is not None:
+            self.sharing.stop()
         self.recorder.wake.set()
         self._thread.join(max(0.1, deadline - time.monotonic()))
         self.recorder.stop()

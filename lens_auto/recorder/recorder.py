@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 
 from lens_auto.recorder import layout
 from lens_auto.recorder.layout import Flag, Kind, Phase
@@ -20,6 +21,7 @@ _CAPACITY = layout.SEGMENT_RECORDS
 _HEADER = layout.SEGMENT_HEADER_BYTES
 _SIZE = layout.RECORD_BYTES
 _RETRY_NS = 1_000_000_000
+NEVER = 1 << 62
 
 
 class ThreadState:
@@ -60,6 +62,8 @@ class Recorder:
         self.fetches = 0
         self.dropped = 0
         self.span_flags(frozenset())
+        self.switch_at = NEVER  # the iteration at which `on_switch` is due
+        self.on_switch: Callable[[int], None] | None = None
         self.local = threading.local()
         self.wake = threading.Event()
         self.closed: list[Segment] = []
@@ -177,6 +181,8 @@ class Recorder:
         """Close the iteration, as the live prediction has it, at a point of time."""
         self.record(Kind.BOUNDARY, at_ns, at_ns, thread, 0, a=steps)
         self.iteration += 1
+        if self.iteration >= self.switch_at and self.on_switch is not None:
+            self.on_switch(self.iteration)
 
     # --- segments -----------------------------------------------------------------------------------------------------
 

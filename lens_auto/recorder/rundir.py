@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import time
 
 from lens_auto.recorder import spool
@@ -14,11 +13,6 @@ from lens_auto.recorder.layout import FORMAT_VERSION, MANIFEST_NAME, RANKS_DIR
 RUNS_FOLDER = "lens-runs"
 RUN_FORMAT = "lens-run"
 _MAX_SUFFIX = 1000
-
-
-def new_run_id() -> str:
-    """A run id that sorts by time and is unique: UTC date and time, then six hex digits of the OS's randomness."""
-    return time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(3)
 
 
 def safe_name(run_id: str) -> str:

@@ -1,0 +1,105 @@
+"""Start the exporter process of this node, from a rank, and start it again where it died.
+
+One per node: whoever holds the lock on the spool's `exporter.lock` is it. Nothing of the SDK is imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import subprocess
+import sys
+import time
+
+LOCK_NAME = "exporter.lock"
+LOG_NAME = "exporter.log"
+LOOK_EVERY_S = 2.0
+START_PATIENCE_S = 10.0  # a started exporter imports the SDK before it takes the lock
+
+
+def is_running(run_folder: str) -> bool:
+    """Whether some process holds the exporter's lock of a spool run folder."""
+    try:
+        descriptor = os.open(os.path.join(run_folder, LOCK_NAME), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def start(run_folder: str, inherit_output: bool) -> None:
+    """Start the exporter of a spool run folder, in a session of its own: a signal to the job does not reach it.
+
+    Args:
+        run_folder: the spool's folder of this run.
+        inherit_output: its standard output is ours (the console exporter prints there).
+    """
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = _without_auto_instrumentation(environment.get("PYTHONPATH", ""))
+    environment["NEMO_LENS_DISABLED"] = "1"
+    log = os.open(
+        os.path.join(run_folder, LOG_NAME), os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+    )
+    try:
+        subprocess.Popen(
+            [sys.executable, "-m", "lens_auto.export.process", run_folder],
+            stdin=subprocess.DEVNULL,
+            stdout=None if inherit_output else subprocess.DEVNULL,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+            close_fds=True,
+        )
+    finally:
+        os.close(log)
+
+
+def _without_auto_instrumentation(python_path: str) -> str:
+    marker = os.path.join("opentelemetry", "instrumentation", "auto_instrumentation")
+    return os.pathsep.join(part for part in python_path.split(os.pathsep) if part and marker not in part)
+
+
+class ExporterKeeper:
+    """Looks now and then whether the exporter runs, and starts it where it does not.
+
+    Args:
+        run_folder: the spool's folder of this run.
+        inherit_output: see `start`.
+        local_rank: ranks look at different times, the first one first.
+    """
+
+    def __init__(self, run_folder: str, inherit_output: bool, local_rank: int) -> None:
+        self._run_folder = run_folder
+        self._inherit_output = inherit_output
+        self._next_look = time.monotonic() + (max(0, local_rank) * LOOK_EVERY_S if local_rank else 0.0)
+
+    def look(self) -> None:
+        """Called by the housekeeper at every tick."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        if is_running(self._run_folder):
+            self._next_look = now + LOOK_EVERY_S
+            return
+        self._next_look = now + START_PATIENCE_S
+        start(self._run_folder, self._inherit_output)
+
+    def wait(self, writer: str, timeout_s: float) -> bool:
+        """Wait, bounded, until the exporter has sent what a writer left; True where it has."""
+        done = os.path.join(self._run_folder, f"{writer}.done")
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if os.path.exists(done):
+                return True
+            if not is_running(self._run_folder):
+                with contextlib.suppress(OSError):
+                    start(self._run_folder, self._inherit_output)
+                time.sleep(0.5)
+            time.sleep(0.02)
+        return False

@@ -1,0 +1,266 @@
+"""The carrier that every rank shares for an iteration: rank 0's trace context, baggage and control word, broadcast once
+an iteration on a process group of our own, from a thread of our own. No rank ever waits for it.
+
+The group is a `ProcessGroupGloo` that is constructed directly: `new_group` would bump torch's group counter, and can
+rename the program's groups. Private names of torch (seen in 2.13): `ProcessGroupGloo(store, rank, size, timeout)`,
+`BroadcastOptions`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import resource
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from lens_auto.groups import TrainingSpanGroup
+from lens_auto.iteration.agreement import Store
+
+logger = logging.getLogger("lens_auto")
+
+CARRIER_BYTES = 512
+MAX_RANKS = 128
+MAX_OUTSTANDING = 4
+JOIN_TIMEOUT_S = 60.0  # how long rank 0 waits for all ranks to say that they take part
+CONNECT_TIMEOUT_S = 20.0
+STALL_TIMEOUT_S = 120.0  # a broadcast that does not complete for so long ends the carrier
+POLL_S = 0.01
+
+_MAGIC = 0x4C43
+_VERSION = 1
+# magic, version, iteration, two switches (groups as bits, from iteration; bit 31: none), lengths of the three texts
+_HEAD = struct.Struct("<HHQIQIQHHH")
+_NO_SWITCH = 1 << 31
+_GROUPS = sorted(TrainingSpanGroup.ALL_GROUPS)
+
+
+class Switch:
+    """Span groups that are on from an iteration on."""
+
+    __slots__ = ("from_iteration", "groups")
+
+    def __init__(self, groups: frozenset[str], from_iteration: int) -> None:
+        self.groups = groups
+        self.from_iteration = from_iteration
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Switch) and (self.groups, self.from_iteration) == (other.groups, other.from_iteration)
+
+    def __hash__(self) -> int:
+        return hash((self.groups, self.from_iteration))
+
+    def bits(self) -> int:
+        """The groups as bits, in alphabetical order of all groups."""
+        return sum(1 << index for index, name in enumerate(_GROUPS) if name in self.groups)
+
+
+def groups_of_bits(bits: int) -> frozenset[str]:
+    """The reverse of `Switch.bits`."""
+    return frozenset(name for index, name in enumerate(_GROUPS) if bits >> index & 1)
+
+
+def pack(iteration: int, carrier: Mapping[str, str], switches: list[Switch]) -> tuple[bytes, list[str]]:
+    """The fixed-size message of one iteration.
+
+    Where the texts do not fit, baggage is left out first, then tracestate.
+
+    Returns:
+        512 bytes, and the names of the headers left out.
+    """
+    texts = {name: carrier.get(name, "").encode() for name in ("traceparent", "tracestate", "baggage")}
+    left_out = []
+    for name in ("baggage", "tracestate", "traceparent"):
+        if _HEAD.size + sum(map(len, texts.values())) <= CARRIER_BYTES:
+            break
+        texts[name] = b""
+        left_out.append(name)
+    words: list[int] = []
+    for index in range(2):
+        if index < len(switches):
+            words += (switches[index].bits(), switches[index].from_iteration)
+        else:
+            words += (_NO_SWITCH, 0)
+    head = _HEAD.pack(_MAGIC, _VERSION, iteration, *words, *map(len, texts.values()))
+    return (head + b"".join(texts.values())).ljust(CARRIER_BYTES, b"\0"), left_out
+
+
+def unpack(message: bytes) -> tuple[int, dict[str, str], list[Switch]]:
+    """Iteration, carrier and switches of a message.
+
+    Raises:
+        ValueError: it is none of ours.
+    """
+    magic, version, iteration, bits1, from1, bits2, from2, *lengths = _HEAD.unpack_from(message)
+    if magic != _MAGIC or version != _VERSION or _HEAD.size + sum(lengths) > len(message):
+        raise ValueError(f"not a carrier message (starts {message[:4].hex()})")
+    carrier, at = {}, _HEAD.size
+    for name, length in zip(("traceparent", "tracestate", "baggage"), lengths, strict=True):
+        if length:
+            carrier[name] = message[at : at + length].decode()
+        at += length
+    words = ((bits1, from1), (bits2, from2))
+    return iteration, carrier, [Switch(groups_of_bits(b), f) for b, f in words if not b & _NO_SWITCH]
+
+
+def descriptors_left() -> int:
+    """File descriptors that this process may still open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return 1 << 20
+    return soft - len(os.listdir("/proc/self/fd"))
+
+
+class Carrier:
+    """One rank's side of the carrier. Its thread does all the work; it ends by itself where anything is wrong.
+
+    Args:
+        connect: a client of the job's store that is ours alone.
+        prefix: tells this init of this attempt from others.
+        rank, world_size: of the default group.
+        current: the iteration that this process is in.
+        outgoing: rank 0: carrier and switches of an iteration.
+        arrived: called with rank 0's iteration, carrier and switches, and the iteration this process expected.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Store],
+        prefix: str,
+        rank: int,
+        world_size: int,
+        current: Callable[[], int],
+        outgoing: Callable[[int], tuple[dict[str, str], list[Switch]]],
+        arrived: Callable[[int, dict[str, str], list[Switch], int], None],
+    ) -> None:
+        self._connect = connect
+        self._prefix = prefix
+        self._rank = rank
+        self._world_size = world_size
+        self._current = current
+        self._outgoing = outgoing
+        self._arrived = arrived
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lens-carrier", daemon=True)
+        self.state = "joining"
+        self.reason = ""
+        self.sent = 0
+        self.received = 0
+        self.left_out = 0
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ask the thread to end; nobody waits for it."""
+        self._stopping.set()
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            group = self._join()
+            if group is not None:
+                self.state = "running"
+                self._broadcast(group)
+        except Exception as error:
+            self._end(f"{type(error).__name__}: {error}")
+
+    def _end(self, reason: str) -> None:
+        self.state, self.reason = "ended", reason
+        if not self._stopping.is_set():
+            level = logging.WARNING if self.sent or self.received else logging.DEBUG
+            logger.log(level, "lens-auto: no carrier broadcast from here on (%s); derived ids are used", reason)
+
+    def _key(self, what: str) -> str:
+        return f"{self._prefix}/carrier/{what}"
+
+    def _join(self) -> Any:
+        """Build the group once every rank said that it takes part and rank 0 has said go. None: it does not come."""
+        import torch.distributed.distributed_c10d as c10d
+
+        if descriptors_left() < 64 + 4 * self._world_size:
+            self._end(f"RLIMIT_NOFILE leaves {descriptors_left()} descriptors")
+            return None
+        store: Any = self._connect()
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
+        store.set(self._key(f"ready/{self._rank}"), "1")
+        if self._rank == 0:
+            waiting = set(range(1, self._world_size))
+            while waiting:
+                waiting = {rank for rank in waiting if not store.check([self._key(f"ready/{rank}")])}
+                if waiting and not self._patient(deadline):
+                    self._end(f"ranks {sorted(waiting)[:8]} do not take part")
+                    return None
+            store.set(self._key("go"), "1")
+        else:
+            while not store.check([self._key("go")]):
+                if not self._patient(deadline):
+                    self._end("rank 0 did not say go")
+                    return None
+        timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+        prefixed = c10d.PrefixStore(self._key("group"), store)
+        group = c10d.ProcessGroupGloo(prefixed, self._rank, self._world_size, timeout)
+        _keep_forever(group)
+        return group
+
+    def _patient(self, deadline: float) -> bool:
+        return not self._stopping.wait(0.1) and time.monotonic() < deadline
+
+    def _broadcast(self, group: Any) -> None:
+        """One broadcast for every iteration, in order, at most `MAX_OUTSTANDING` at a time."""
+        import torch
+        from torch.distributed.distributed_c10d import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        buffers = [torch.zeros(CARRIER_BYTES, dtype=torch.uint8) for _ in range(MAX_OUTSTANDING + 1)]
+        for buffer in buffers:
+            _keep_forever(buffer)
+        outstanding: deque[tuple[Any, Any, int, float]] = deque()
+        following = 0
+        while not self._stopping.is_set():
+            while following <= self._current() and len(outstanding) < MAX_OUTSTANDING:
+                buffer = buffers[following % len(buffers)]
+                if self._rank == 0:
+                    carrier, switches = self._outgoing(following)
+                    message, left_out = pack(following, carrier, switches)
+                    self.left_out += len(left_out)
+                    buffer.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+                    self.sent += 1
+                work = group.broadcast([buffer], options)
+                _keep_forever(work)
+                outstanding.append((work, buffer, following, time.monotonic()))
+                following += 1
+            while outstanding and outstanding[0][0].is_completed():
+                work, buffer, expected, _ = outstanding.popleft()
+                if work.exception() is not None:
+                    self._end(f"broadcast of iteration {expected} failed: {work.exception()}")
+                    return
+                _let_go(work)
+                if self._rank != 0:
+                    iteration, carrier, switches = unpack(buffer.numpy().tobytes())
+                    self.received += 1
+                    self._arrived(iteration, carrier, switches, expected)
+            if outstanding and time.monotonic() - outstanding[0][3] > STALL_TIMEOUT_S:
+                self._end(f"the broadcast of iteration {outstanding[0][2]} did not complete in {STALL_TIMEOUT_S:.0f} s")
+                return
+            self._stopping.wait(POLL_S)
+
+
+def _keep_forever(thing: Any) -> None:
+    """Never destruct: a group or work with a peer that is gone waits in its destructor until its timeout."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _let_go(thing: Any) -> None:
+    """A completed work may be destructed after all."""
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(thing))

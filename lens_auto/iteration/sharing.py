@@ -1,0 +1,161 @@
+"""What the ranks tell each other while they train: rank 0's carrier and its switches of span groups.
+
+Up to `MAX_RANKS` ranks by the carrier broadcast; beyond it, and where the broadcast ended, switches go through a key of
+the store that the housekeeper looks at every few seconds. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lens_auto import state
+from lens_auto.groups import TrainingSpanGroup
+from lens_auto.iteration.agreement import Store
+from lens_auto.iteration.carrier import MAX_RANKS, Carrier, Switch
+from lens_auto.iteration.schedule import Requests
+from lens_auto.recorder import ids
+from lens_auto.recorder.recorder import Recorder
+
+logger = logging.getLogger("lens_auto")
+
+STORE_LOOK_S = 2.0
+# A switch takes effect so far ahead that every rank knows of it before it gets there.
+AHEAD_S_BROADCAST = 2.0
+AHEAD_S_STORE = 10.0
+AHEAD_ITERATIONS = 8
+
+
+class Sharing:
+    """One rank's side.
+
+    Args:
+        connect, prefix, rank, world_size: as for `Agreement`.
+        recorder: knows the iteration.
+        mode: `broadcast` or `derived`.
+        switch: takes switches in, in this process.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Store],
+        prefix: str,
+        rank: int,
+        world_size: int,
+        recorder: Recorder,
+        mode: str,
+        switch: Callable[[list[Switch]], None],
+    ) -> None:
+        self._connect = connect
+        self._key = f"{prefix}/switches"
+        self._rank = rank
+        self._recorder = recorder
+        self._switch = switch
+        self._seed = b""
+        self._switches: list[Switch] = []
+        self._requests = Requests()
+        self._store: Store | None = None
+        self._next_look = 0.0
+        self._rate = (0, time.monotonic())
+        self._headers = {
+            name: value for name in ("tracestate", "baggage") if (value := os.environ.get(name.upper(), ""))
+        }
+        self.skew = 0
+        self.carrier: Carrier | None = None
+        if mode == "broadcast" and 1 < world_size <= MAX_RANKS:
+            self.carrier = Carrier(
+                connect, prefix, rank, world_size, lambda: recorder.iteration, self._outgoing, self._arrived
+            )
+
+    def tick(self, info: dict[str, Any], run_dir: str | None) -> None:
+        """One round, in the housekeeper; seed and run directory are known."""
+        if not self._seed:
+            self._seed = bytes.fromhex(info["seed"])
+            if self.carrier is not None and info["seed_source"] == "agreed":
+                self.carrier.start()
+        if self._rank == 0 and run_dir:
+            request = self._requests.look(run_dir)
+            if request is not None:
+                self._request(*request)
+        now = time.monotonic()
+        if now >= self._next_look and not self._broadcasts:
+            self._next_look = now + STORE_LOOK_S
+            self._look_at_store()
+
+    def stop(self) -> None:
+        """The process ends."""
+        if self.carrier is not None:
+            self.carrier.stop()
+
+    @property
+    def _broadcasts(self) -> bool:
+        return self.carrier is not None and self.carrier.state != "ended"
+
+    # --- switches -----------------------------------------------------------------------------------------------------
+
+    def _request(self, groups: frozenset[str], for_iterations: int | None) -> None:
+        """Rank 0 was asked to switch: decide from which iteration, tell all ranks."""
+        wanted = groups & TrainingSpanGroup.ALL_GROUPS
+        first = self._recorder.iteration + self._ahead()
+        switches = [Switch(wanted, first)]
+        if for_iterations is not None:
+            switches.append(Switch(frozenset(state.enabled_span_groups), first + for_iterations))
+        self._switches = switches
+        self._switch(switches)
+        if not self._broadcasts:
+            self._publish()
+
+    def _ahead(self) -> int:
+        """How many iterations ahead a switch must lie, by the pace since the last request."""
+        before, since = self._rate
+        elapsed = max(time.monotonic() - since, 1e-3)
+        pace = max(0.0, (self._recorder.iteration - before) / elapsed)
+        return max(AHEAD_ITERATIONS, round(pace * (AHEAD_S_BROADCAST if self._broadcasts else AHEAD_S_STORE)))
+
+    def _publish(self) -> None:
+        message = json.dumps([[sorted(each.groups), each.from_iteration] for each in self._switches])
+        self._with_store(lambda store: store.set(self._key, message))
+
+    def _look_at_store(self) -> None:
+        if self._rank == 0:
+            return
+
+        def look(store: Store) -> None:
+            if store.check([self._key]):
+                found = json.loads(store.get(self._key))
+                self._switch([Switch(frozenset(groups), int(first)) for groups, first in found])
+
+        self._with_store(look)
+
+    def _with_store(self, use: Callable[[Store], None]) -> None:
+        try:
+            if self._store is None:
+                self._store = self._connect()
+            use(self._store)
+        except Exception as error:
+            logger.debug("lens-auto: the store does not answer (%s); span groups cannot be switched any more", error)
+            self._next_look = float("inf")
+
+    # --- the carrier --------------------------------------------------------------------------------------------------
+
+    def derived_carrier(self, iteration: int) -> dict[str, str]:
+        """What every rank can tell without a message: the trace of an iteration, and rank 0's span in it."""
+        trace_id = ids.iteration_trace_id(self._seed, iteration)
+        span_id = ids.iteration_span_id(self._seed, iteration, 0)
+        return {"traceparent": f"00-{trace_id.hex()}-{span_id.hex()}-01"}
+
+    def _outgoing(self, iteration: int) -> tuple[dict[str, str], list[Switch]]:
+        carrier = {**self.derived_carrier(iteration), **self._headers}
+        state.set_pp_trace_carrier(carrier)
+        return carrier, self._switches
+
+    def _arrived(self, iteration: int, carrier: dict[str, str], switches: list[Switch], expected: int) -> None:
+        state.set_pp_trace_carrier(carrier)
+        self.skew = max(self.skew, abs(iteration - expected))
+        if switches and switches != self._switches:
+            self._switches = switches
+            self._switch(switches)
