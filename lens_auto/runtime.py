@@ -195,6 +195,8 @@ def _make_recorder(current: Settings) -> tuple[Recorder, Housekeeper]:
     import secrets
     import socket
 
+    from lens_auto.export.exporters import exporter_names
+    from lens_auto.export.exporting import Exporting
     from lens_auto.iteration.schedule import Schedule, window_switches
     from lens_auto.recorder import finish, rundir, spool
     from lens_auto.recorder.housekeeper import Housekeeper
@@ -246,6 +248,7 @@ def _make_recorder(current: Settings) -> tuple[Recorder, Housekeeper]:
         "seed": None,
         "seed_source": None,
         "groups": sorted(groups),
+        "exports": None,
         "resource": {},
         "clock": {"monotonic_ns": time.monotonic_ns(), "wall_ns": time.time_ns()},
         "started_ns": time.monotonic_ns(),
@@ -259,7 +262,15 @@ def _make_recorder(current: Settings) -> tuple[Recorder, Housekeeper]:
         "hooks_off": {},
         "hook_faults": 0,
     }
-    return made, Housekeeper(made, info)
+    keeper = Housekeeper(made, info)
+    names = exporter_names()
+    if names and folder is not None:
+        keeper.exporting = Exporting(
+            os.path.dirname(os.path.dirname(folder)), "console" in names, _environment_int("LOCAL_RANK", 0)
+        )
+    else:
+        info["exports"] = True
+    return made, keeper
 
 
 def identify(rank: int, world_size: int) -> None:

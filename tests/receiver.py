@@ -862,12 +862,17 @@ class Receiver:
         self._folder.cleanup()
 
     def environment(self) -> dict[str, str]:
-        """The OTEL_* variables of a program that sends here, and no proxy on the way."""
+        """The OTEL_* variables of a program that sends here, and no proxy on the way.
+
+        The names of certificates for `requests` are emptied: where a machine sets them, they win over OpenTelemetry's.
+        """
         variables = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": self.endpoint,
             "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf" if self.protocol == "http" else "grpc",
             "NO_PROXY": HOST,
             "no_proxy": HOST,
+            "REQUESTS_CA_BUNDLE": "",
+            "CURL_CA_BUNDLE": "",
         }
         if self.certificate is not None:
             variables["OTEL_EXPORTER_OTLP_CERTIFICATE"] = str(self.certificate)

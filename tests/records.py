@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lens_auto.export.spans import Span, run_spans
 from lens_auto.iteration.rule import Iterations, find_iterations
 from lens_auto.recorder.layout import Flag, Kind, Phase
 from lens_auto.recorder.read import RunDirectory, WriterFiles
@@ -90,3 +91,15 @@ def read_run(path: Path) -> list[Writer]:
         assert writer.rows is not None
     assert run.problems == []
     return writers
+
+
+def read_spans(path: Path) -> dict[int, list[Span]]:
+    """The spans of a run directory by rank."""
+    run = RunDirectory(path)
+    found: dict[int, list[Span]] = {}
+    for writer in run_spans(run):
+        spans = list(writer.spans)
+        assert len(spans) == writer.count
+        found.setdefault(writer.writer.info.rank, []).extend(spans)
+    assert run.problems == []
+    return found

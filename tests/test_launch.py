@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from launch import CLOSING, FORK_RANKS, INSTRUMENT, PYTHON, TORCHRUN, Launcher, Run, free_port
+from launch import CLOSING, RUN_RANKS, INSTRUMENT, PYTHON, TORCHRUN, Launcher, Run, free_port
 from records import Writer, read_run
 
 from lens_auto.recorder.layout import Flag, Kind
@@ -159,25 +159,28 @@ def test_instrument_after_torch_was_imported(launch: Launcher) -> None:
     source = """
     assert all_reduce is dist.all_reduce is dist.distributed_c10d.all_reduce
     assert all_reduce.__wrapped__ is bare[0]
-    rank = fork_ranks(2)
-    dist.init_process_group("gloo")
-    parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    other = 1 - rank
-    for _ in range(3):
-        parameter.sum().backward()
-        all_reduce(parameter.grad)
-        received = torch.zeros(4)
-        sent = torch.full((4,), float(rank))
-        # P2POp takes torch's own isend and irecv and nothing else; batch_isend_irecv compares by identity
-        for work in batch_isend_irecv([dist.P2POp(dist.isend, sent, other), dist.P2POp(irecv, received, other)]):
-            work.wait()
-        assert received.tolist() == [float(other)] * 4
-        optimizer.step()
-    sys.stdout.write(f"rank {rank} trained\\n")
-    dist.destroy_process_group()
+
+    def main(rank):
+        dist.init_process_group("gloo")
+        parameter = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        other = 1 - rank
+        for _ in range(3):
+            parameter.sum().backward()
+            all_reduce(parameter.grad)
+            received = torch.zeros(4)
+            sent = torch.full((4,), float(rank))
+            # P2POp takes torch's own isend and irecv and nothing else; batch_isend_irecv compares by identity
+            for work in batch_isend_irecv([dist.P2POp(dist.isend, sent, other), dist.P2POp(irecv, received, other)]):
+                work.wait()
+            assert received.tolist() == [float(other)] * 4
+            optimizer.step()
+        sys.stdout.write(f"rank {rank} trained\\n")
+        dist.destroy_process_group()
+
+    run_ranks(main, 2)
     """
-    program = launch.program(FORK_RANKS + textwrap.dedent(bound_before) + INSTRUMENT_ALL + textwrap.dedent(source))
+    program = launch.program(RUN_RANKS + textwrap.dedent(bound_before) + INSTRUMENT_ALL + textwrap.dedent(source))
     run = launch.run(*PYTHON, program, env={"NEMO_LENS_SPAN_GROUPS": "all"})
     for writer in check_two_ranks(run):
         operations = [(row.name, row.peer) for row in writer.of(Kind.COLLECTIVE, Kind.SEND, Kind.RECV)]
@@ -385,8 +388,14 @@ def test_disabled(launch: Launcher, variable: str) -> None:
 
 def test_ended_by_a_signal(launch: Launcher) -> None:
     """The launcher finishes what a killed rank left in the spool, and the exit status stays the program's."""
-    source = FORK_RANKS + ALONE.replace("import torch\n", "import torch\nfork_ranks(1)\n")
-    source += "import signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    source = f"""
+import os, signal
+def main(rank):
+    {textwrap.indent(ALONE, "    ").strip()}
+    os.kill(os.getpid(), signal.SIGKILL)
+run_ranks(main, 1)
+"""
+    source = RUN_RANKS + source
     run = launch.instrumented(source)
     assert run.code == 9
     assert run.lines == []

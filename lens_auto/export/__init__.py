@@ -57,7 +57,10 @@ def output(path: str | None) -> Iterator[IO[bytes]]:
             yield file
         return
     target = os.path.realpath(path)
-    descriptor, draft = tempfile.mkstemp(prefix=f".{os.path.basename(target)}.", dir=os.path.dirname(target))
+    try:
+        descriptor, draft = tempfile.mkstemp(prefix=f".{os.path.basename(target)}.", dir=os.path.dirname(target))
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, path) from None
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,15 @@ _KEEP_BYTES = 256 << 20
 
 _JOB_KINDS = (Kind.CHECKPOINT_SAVE, Kind.CHECKPOINT_LOAD, Kind.MODEL_INIT)
 _OPERATION_KINDS = (Kind.COLLECTIVE, Kind.SEND, Kind.RECV)
+# Plain integers: an operation on enum flags costs twenty times as much, and there are several for each span.
+_FAILED = int(Flag.FAILED)
+_EXHAUSTED = int(Flag.EXHAUSTED)
+_SKIPPED = int(Flag.SKIPPED)
+_ASYNC = int(Flag.ASYNC)
+_COALESCED = int(Flag.COALESCED)
+_ENQUEUE = int(Flag.ENQUEUE)
+_AMBIGUOUS = int(Flag.AMBIGUOUS)
+_END_UNKNOWN = int(Flag.END_UNKNOWN)
 _UNKNOWN_PREFIX = "lens.record."
 _CHUNK = 16_384
 
@@ -113,11 +122,11 @@ def run_spans(run: RunDirectory) -> Iterator[WriterSpans]:
     """
     survey = _Survey(run)
     for writer in run.writers:
-        maker = _SpanMaker(survey, survey.look(writer))
-        yield WriterSpans(writer, _resource(writer), maker.count, maker.spans())
+        maker = SpanMaker(survey, survey.look(writer))
+        yield WriterSpans(writer, resource_of(writer), maker.count, maker.spans())
 
 
-def _resource(writer: WriterFiles) -> dict[str, AttributeValue]:
+def resource_of(writer: WriterFiles) -> dict[str, AttributeValue]:
     info = writer.info
     known: dict[str, AttributeValue] = {
         semconv.DL_RANK: info.rank,
@@ -133,7 +142,7 @@ def _resource(writer: WriterFiles) -> dict[str, AttributeValue]:
 
 
 @dataclass
-class _Looked:
+class Looked:
     """A writer with its records and iterations."""
 
     writer: WriterFiles
@@ -143,11 +152,17 @@ class _Looked:
     place: _Place
 
 
+def look_at(writer: WriterFiles, records: Records, iterations: Iterations) -> Looked:
+    """Say where each record of a writer belongs."""
+    seed = writer.info.seed if writer.info.seed is not None else ids.own_seed(writer.info.nonce)
+    return Looked(writer, records, iterations, seed, _Place(writer, records, iterations, seed))
+
+
 class _Survey:
     """What the spans of one writer must know of the others."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self._kept: dict[str, _Looked] = {}
+        self._kept: dict[str, Looked] = {}
         self._iterations_of_first: dict[bytes, int] = {}
         sends: list[tuple[npt.NDArray[np.uint64], Int64Array]] = []
         kept_bytes = 0
@@ -164,21 +179,19 @@ class _Survey:
         order = np.argsort(self._send_ids, kind="stable")
         self._send_ids, self._send_traces = self._send_ids[order], self._send_traces[order]
 
-    def look(self, writer: WriterFiles) -> _Looked:
+    def look(self, writer: WriterFiles) -> Looked:
         """Read a writer's records and apply the rule, or take what is still in memory."""
         kept = self._kept.pop(writer.name, None)
         if kept is not None:
             return kept
         records = writer.records()
-        iterations = find_iterations(records.data, records.numbers, writer.last_sign_ns)
-        seed = writer.info.seed if writer.info.seed is not None else ids.own_seed(writer.info.nonce)
-        return _Looked(writer, records, iterations, seed, _Place(writer, records, iterations, seed))
+        return look_at(writer, records, find_iterations(records.data, records.numbers, writer.last_sign_ns))
 
     def has_first(self, seed: bytes, iteration: int) -> bool:
         """Whether rank 0 has a span for this iteration."""
         return iteration < self._iterations_of_first.get(seed, 0)
 
-    def send_iteration(self, span_id: bytes) -> int | None:
+    def send_iteration(self, span_id: bytes, sender: int, iteration: int) -> int | None:
         """In which iteration's trace a send lies, -1 for the job's; None where the sender is not in this run."""
         number = np.uint64(int.from_bytes(span_id, "big"))
         index = int(np.searchsorted(self._send_ids, number))
@@ -187,7 +200,7 @@ class _Survey:
         return None
 
 
-def _sends(looked: _Looked) -> tuple[npt.NDArray[np.uint64], Int64Array]:
+def _sends(looked: Looked) -> tuple[npt.NDArray[np.uint64], Int64Array]:
     """Ids of a writer's sends, and the iteration whose trace each lies in (-1: the job's)."""
     data = looked.records.data
     rows = np.flatnonzero((data["kind"] == Kind.SEND) & ((data["flags"] & Flag.SPAN) != 0))
@@ -259,7 +272,7 @@ class _Place:
         """The derived id of a send, that the receiver computes too; None where it cannot be told."""
         record = self._data[row]
         rank, peer, k = self._writer.info.rank, int(record["peer"]), int(record["seq"])
-        if rank < 0 or peer < 0 or k < 0 or int(record["flags"]) & Flag.AMBIGUOUS:
+        if rank < 0 or peer < 0 or k < 0 or int(record["flags"]) & _AMBIGUOUS:
             return None
         group = self._writer.string(int(record["group"]))
         found = ids.send_span_id(self._seed, group, int(record["init"]), rank, peer, int(record["tag"]), k)
@@ -286,11 +299,46 @@ class _Waits:
             self.of.setdefault(target, []).append(row)
 
 
-class _SpanMaker:
+@dataclass(frozen=True)
+class Part:
+    """The part of a writer's records that is to become spans now; the rest is only looked at.
+
+    Attributes:
+        until_ns: monotonic time; what starts before it is in.
+        held: numbers of records that stay out although they start before.
+        last: nothing follows: the job's span is in.
+    """
+
+    until_ns: int
+    held: frozenset[int] = frozenset()
+    last: bool = False
+
+
+_WHOLE = Part(1 << 62, last=True)
+
+
+class Others(Protocol):
+    """What the spans of one writer must know of the other ranks."""
+
+    def has_first(self, seed: bytes, iteration: int) -> bool:
+        """Whether rank 0 has a span for this iteration."""
+
+    def send_iteration(self, span_id: bytes, sender: int, iteration: int) -> int | None:
+        """In which iteration's trace the span of a send lies, -1 for the job's; None where it is not exported.
+
+        Args:
+            span_id: derived id of the send.
+            sender: global rank.
+            iteration: in whose trace the receive lies.
+        """
+
+
+class SpanMaker:
     """Makes the spans of one writer."""
 
-    def __init__(self, survey: _Survey, looked: _Looked) -> None:
+    def __init__(self, survey: Others, looked: Looked, part: Part = _WHOLE) -> None:
         self._survey = survey
+        self._part = part
         self._writer = looked.writer
         self._info = looked.writer.info
         self._data = looked.records.data
@@ -308,12 +356,15 @@ class _SpanMaker:
         self._rows = self._span_rows()
         tiles = looked.iterations.tiles
         forwards = (tiles["phase"] == Phase.FORWARD) & (Group.FORWARD_BACKWARD in groups)
+        forwards &= tiles["start_ns"] < part.until_ns
         self._forward_tiles: list[int] = np.flatnonzero(forwards).tolist()
+        evaluations = looked.iterations.evaluations
+        self._evaluation_rows = evaluations[evaluations["start_ns"] < part.until_ns]
         self.count = (
             len(self._rows)
-            + (self._job_id is not None)
-            + (len(looked.iterations) if self._steps else 0)
-            + (len(looked.iterations.evaluations) if Group.EVALUATE in groups else 0)
+            + (self._job_id is not None and part.last)
+            + (int(np.count_nonzero(looked.iterations.start_ns < part.until_ns)) if self._steps else 0)
+            + (len(self._evaluation_rows) if Group.EVALUATE in groups else 0)
             + len(self._forward_tiles)
         )
 
@@ -324,13 +375,16 @@ class _SpanMaker:
 
     def _span_rows(self) -> list[int]:
         """Records that become spans of their own. A wait becomes part of the span of what it completes."""
-        spanned = ((self._data["flags"] & Flag.SPAN) != 0).tolist()
+        in_part = ((self._data["flags"] & Flag.SPAN) != 0) & (self._data["start_ns"] < self._part.until_ns)
+        if self._part.held:
+            in_part &= ~np.isin(self._numbers, np.array(sorted(self._part.held), dtype=np.int64))
+        spanned = in_part.tolist()
         merged = {row for operation, rows in self._waits.of.items() if spanned[operation] for row in rows}
         return [row for row, wanted in enumerate(spanned) if wanted and row not in merged]
 
     def spans(self) -> Iterator[Span]:
         """All spans: the job, iterations, what was inferred, then records in their order."""
-        if self._job_id is not None:
+        if self._job_id is not None and self._part.last:
             yield self._job(self._job_id)
         if self._steps:
             yield from self._iteration_spans()
@@ -386,6 +440,8 @@ class _SpanMaker:
         for iteration, start_ns, end_ns in zip(
             found.number.tolist(), found.start_ns.tolist(), found.end_ns.tolist(), strict=True
         ):
+            if start_ns >= self._part.until_ns:
+                return
             links = []
             if self._info.rank > 0 and self._agreed:
                 first = ids.iteration_span_id(self._seed, iteration, 0)
@@ -407,7 +463,7 @@ class _SpanMaker:
             )
 
     def _evaluations(self) -> Iterator[Span]:
-        for row in self._iterations.evaluations:
+        for row in self._evaluation_rows:
             iteration = int(row["iteration"])
             attributes: dict[str, AttributeValue] = {
                 semconv.DL_BATCHES: int(row["batches"]),
@@ -428,7 +484,7 @@ class _SpanMaker:
 
     def _forward_spans(self) -> Iterator[Span]:
         tiles = self._iterations.tiles
-        enqueued = self._data["flags"] & Flag.ENQUEUE
+        enqueued = self._data["flags"] & _ENQUEUE
         for index in self._forward_tiles:
             span_id = self._place.tile_id[index]
             if span_id is None:
@@ -482,7 +538,7 @@ class _SpanMaker:
                 )
                 if record.kind in _JOB_KINDS:
                     span.links = self._iteration_link(iteration)
-                if record.flags & Flag.FAILED:
+                if record.flags & _FAILED:
                     self._fail(span, record.detail)
                 if record.kind in _OPERATION_KINDS:
                     self._complete(span, row, record)
@@ -503,14 +559,14 @@ class _SpanMaker:
             attributes[semconv.DL_LOADER_WORKERS] = record.b
             if record.seq >= 0:
                 attributes[semconv.DL_BATCH_INDEX] = record.seq
-            if record.flags & Flag.EXHAUSTED:
+            if record.flags & _EXHAUSTED:
                 attributes[semconv.DL_LOADER_EXHAUSTED] = True
             return semconv.SPAN_DATA_LOADING, attributes
         if kind == Kind.BACKWARD:
             return semconv.SPAN_BACKWARD, attributes
         if kind == Kind.OPTIMIZER_STEP:
             attributes[semconv.DL_OPTIMIZER] = text(record.name)
-            if record.flags & Flag.SKIPPED:
+            if record.flags & _SKIPPED:
                 attributes[semconv.DL_OPTIMIZER_SKIPPED] = True
             return semconv.SPAN_OPTIMIZER_STEP, attributes
         if kind == Kind.MODEL_INIT:
@@ -535,7 +591,7 @@ class _SpanMaker:
         if record.group_size:
             attributes[semconv.DL_COMM_GROUP_SIZE] = record.group_size
         if record.kind not in _OPERATION_KINDS:
-            if record.kind == Kind.PROCESS_GROUP and record.detail and not record.flags & Flag.FAILED:
+            if record.kind == Kind.PROCESS_GROUP and record.detail and not record.flags & _FAILED:
                 attributes[semconv.DL_COMM_GROUP_DESCRIPTION] = text(record.detail)
             return
         if record.seq >= 0:
@@ -543,8 +599,8 @@ class _SpanMaker:
         attributes[semconv.DL_COMM_BYTES] = record.bytes
         if record.dtype:
             attributes[semconv.DL_COMM_DTYPE] = text(record.dtype)
-        attributes[semconv.DL_COMM_ASYNC] = bool(record.flags & Flag.ASYNC)
-        if record.flags & Flag.COALESCED:
+        attributes[semconv.DL_COMM_ASYNC] = bool(record.flags & _ASYNC)
+        if record.flags & _COALESCED:
             attributes[semconv.DL_COMM_COALESCED] = True
         if record.kind != Kind.COLLECTIVE:
             if record.peer >= 0:
@@ -555,18 +611,18 @@ class _SpanMaker:
         """An operation lasts until the end of its last wait; exposed is what the training thread spent in both."""
         thread = self._iterations.thread
         exposed_ns = _held_ns(record.start_ns, record.end_ns, record.exposed_ns) if record.thread == thread else 0
-        enqueued = record.flags & Flag.ENQUEUE
+        enqueued = record.flags & _ENQUEUE
         waits = self._waits.of.get(row, ())
         for at in waits:
             wait = self._data[at]
             flags = int(wait["flags"])
-            enqueued |= flags & Flag.ENQUEUE
+            enqueued |= flags & _ENQUEUE
             span.end_ns = max(span.end_ns, self._info.clock.wall(int(wait["end_ns"])))
             if int(wait["thread"]) == thread:
                 exposed_ns += _held_ns(int(wait["start_ns"]), int(wait["end_ns"]), int(wait["exposed_ns"]))
-            if flags & Flag.FAILED:
+            if flags & _FAILED:
                 self._fail(span, int(wait["detail"]))
-        if record.flags & Flag.END_UNKNOWN or (record.flags & Flag.ASYNC and not waits):
+        if record.flags & _END_UNKNOWN or (record.flags & _ASYNC and not waits):
             span.attributes[semconv.DL_COMM_END] = semconv.DL_COMM_END_UNKNOWN
         if not enqueued:  # the host's waiting says nothing about work that a device does
             span.attributes[semconv.DL_COMM_EXPOSED_NS] = exposed_ns
@@ -575,12 +631,12 @@ class _SpanMaker:
 
     def _link_to_send(self, span: Span, record: _Record, iteration: int, in_job: bool) -> None:
         rank = self._info.rank
-        if record.flags & Flag.AMBIGUOUS or record.peer < 0 or record.seq < 0 or rank < 0:
+        if record.flags & _AMBIGUOUS or record.peer < 0 or record.seq < 0 or rank < 0:
             span.attributes[semconv.DL_COMM_LINK] = semconv.DL_COMM_LINK_AMBIGUOUS
             return
         group = self._writer.string(record.group)
         sent = ids.send_span_id(self._seed, group, record.init, record.peer, rank, record.tag, record.seq)
-        there = self._survey.send_iteration(sent)
+        there = self._survey.send_iteration(sent, record.peer, -1 if in_job else iteration)
         if there is not None:
             span.links.append(_link(self._trace(there), sent, exported=True))
         elif self._agreed:
@@ -617,7 +673,7 @@ def _link(trace_id: bytes, span_id: bytes, *, exported: bool) -> Link:
 
 
 def _timing(flags: int) -> str:
-    return semconv.TIMING_HOST_ENQUEUE if flags & Flag.ENQUEUE else semconv.TIMING_HOST
+    return semconv.TIMING_HOST_ENQUEUE if flags & _ENQUEUE else semconv.TIMING_HOST
 
 
 def _held_ns(start_ns: int, end_ns: int, exposed_ns: int) -> int:

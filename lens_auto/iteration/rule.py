@@ -114,8 +114,28 @@ class Iterations:
         return training
 
 
+@dataclass(frozen=True)
+class Resume:
+    """Where a reader that follows a running writer goes on: after the last iteration that it is done with.
+
+    Attributes:
+        number: of the first iteration that is not done.
+        start_ns: its start, the end of the last one.
+        past_ns: ends of a few iterations before it, ascending; the last is `start_ns`.
+        training_loaders: passes (`a` of `FETCH`) that are known to be training.
+    """
+
+    number: int
+    start_ns: int
+    past_ns: tuple[int, ...] = ()
+    training_loaders: frozenset[int] = frozenset()
+
+
 def find_iterations(
-    data: npt.NDArray[np.void], numbers: Int64Array | None = None, end_ns: int | None = None
+    data: npt.NDArray[np.void],
+    numbers: Int64Array | None = None,
+    end_ns: int | None = None,
+    resume: Resume | None = None,
 ) -> Iterations:
     """Apply the rule to the records of one writer.
 
@@ -123,6 +143,7 @@ def find_iterations(
         data: its records (`recorder.read.RECORD_DTYPE`), in any order.
         numbers: their record numbers; by default their indices.
         end_ns: until when the writer is known to have run: an evaluation pass left at the very end lasts until then.
+        resume: the records are those after an iteration that is done with.
 
     Returns:
         Iterations, phases, evaluation passes, and the iteration of every record.
@@ -138,7 +159,9 @@ def find_iterations(
     counted = events.of(Kind.OPTIMIZER_STEP) & (data["b"][events.row] == 1)
     first_step, boundary = _boundaries(data, events, counted)
     start_ns, stop_ns = _edges(events, counted, boundary)
-    evaluations = _evaluations(data, events, until_ns)
+    if resume is not None and len(start_ns):
+        start_ns[0] = resume.start_ns
+    evaluations = _evaluations(data, events, until_ns, resume)
     evaluations["iteration"] = _iteration_at(evaluations["start_ns"], start_ns, stop_ns)
     tiles = _tiles(events, evaluations, start_ns, stop_ns)
 
@@ -150,15 +173,19 @@ def find_iterations(
         (tiles["end_ns"] - tiles["start_ns"])[within],
     )
     extra, missed = _mispredicted(data, starts, events, counted, first_step)
+    record_iteration = _iteration_at(starts, start_ns, stop_ns)
+    if resume is not None:
+        _renumber(resume, starts, tiles, evaluations, record_iteration)
+    first_number = 0 if resume is None else resume.number
     return Iterations(
         thread=thread,
-        number=np.arange(len(stop_ns), dtype=np.int64),
+        number=np.arange(first_number, first_number + len(stop_ns), dtype=np.int64),
         start_ns=start_ns,
         end_ns=stop_ns,
         phase_ns=phase_ns,
         tiles=tiles,
         evaluations=evaluations,
-        record_iteration=_iteration_at(starts, start_ns, stop_ns),
+        record_iteration=record_iteration,
         extra_boundaries=extra,
         missed_boundaries=missed,
     )
@@ -176,6 +203,22 @@ def _steps_inside_backward(data: npt.NDArray[np.void], starts: Int64Array) -> Ma
     covered[covered] = ends[steps][covered] <= cover.end_ns[index[covered]]
     inside[steps[covered]] = True
     return inside
+
+
+def _renumber(
+    resume: Resume,
+    starts: Int64Array,
+    tiles: npt.NDArray[np.void],
+    evaluations: npt.NDArray[np.void],
+    record_iteration: Int64Array,
+) -> None:
+    """Count iterations from where the reader goes on; what began before (it ended late) is in one of the past ones."""
+    for column in (tiles["iteration"], evaluations["iteration"], record_iteration):
+        column[column >= 0] += resume.number
+    late = starts < resume.start_ns
+    past = np.array(resume.past_ns, dtype=np.int64)
+    behind = len(past) - np.searchsorted(past, starts[late], side="right")
+    record_iteration[late] = np.maximum(resume.number - behind, -1)
 
 
 def _training_thread(data: npt.NDArray[np.void], inside_backward: Mask) -> int:
@@ -308,7 +351,9 @@ def _iteration_at(time_ns: Int64Array, start_ns: Int64Array, end_ns: Int64Array)
     return index
 
 
-def _evaluations(data: npt.NDArray[np.void], events: _Events, until_ns: int) -> npt.NDArray[np.void]:
+def _evaluations(
+    data: npt.NDArray[np.void], events: _Events, until_ns: int, resume: Resume | None
+) -> npt.NDArray[np.void]:
     """(3) Loader passes with no backward between their first and last fetch."""
     at = np.flatnonzero(events.of(Kind.FETCH))
     loader = data["a"][events.row[at]]
@@ -327,6 +372,8 @@ def _evaluations(data: npt.NDArray[np.void], events: _Events, until_ns: int) -> 
     after_first = np.searchsorted(backward_ns, start_ns[first])
     evaluation = (before_last == after_first) & (batches > 0)
     evaluation[(batches == 1) & ~exhausted] = False
+    if resume is not None and resume.training_loaders:
+        evaluation &= ~np.isin(loader[first], np.array(sorted(resume.training_loaders), dtype=np.uint64))
     for each in np.flatnonzero(evaluation & (batches == 1)).tolist():
         # One batch, fetched to the end: training where a backward follows before any other pass fetches.
         other = int(first[each]) + 1

@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 from lens_auto import guard
+from lens_auto.export.exporting import Exporting
 from lens_auto.iteration.agreement import Agreement
 from lens_auto.iteration.sharing import Sharing
 from lens_auto.recorder import finish, rundir, spool
@@ -43,6 +44,7 @@ class Housekeeper:
         self.run_dir: str | None = None  # None: not known yet; empty: it cannot be written
         self.agreement: Agreement | None = None
         self.sharing: Sharing | None = None
+        self.exporting: Exporting | None = None
         self._named = threading.Event()
         self._stopping = threading.Event()
         self._kept: list[tuple[str, int, int]] = []  # path, bytes, records
@@ -104,6 +106,8 @@ class Housekeeper:
         self._agree_on()
         if self._named.is_set() and self.run_dir is None:
             self._claim_run_dir()
+        if self.exporting is not None and self._named.is_set():
+            self._look_after_exporter(self.exporting)
         if self.sharing is not None and self._named.is_set():
             self.sharing.tick(self.info, self.run_dir)
         self._move(time.monotonic_ns() - SETTLE_NS)
@@ -115,6 +119,14 @@ class Housekeeper:
             self._dirty = True
         if self._dirty:
             self.save()
+
+    def _look_after_exporter(self, exporting: Exporting) -> None:
+        if self.info["exports"] is None:
+            exports = exporting.decide(self.recorder.rank, self.recorder.world_size)
+            if exports is not None:
+                self.info = {**self.info, "exports": exports}
+                self._dirty = True
+        exporting.keeper.look()
 
     def _agree_on(self) -> None:
         agreement = self.agreement
@@ -245,6 +257,8 @@ class Housekeeper:
         folder = self.recorder.folder
         if folder is None or not self.run_dir:
             return self._spool_run()
+        if self.exporting is not None and self.info["exports"] is None:
+            self._look_after_exporter(self.exporting)
         try:
             finish.finish_writer(folder, self.run_dir)
         except OSError as error:

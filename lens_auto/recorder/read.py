@@ -714,11 +714,17 @@ class WriterFiles:
         """The string of an id; a number in angle brackets where the strings file lacks it."""
         return self.strings[number] if 0 <= number < len(self.strings) else f"<{number}>"
 
-    def records(self) -> Records:
-        """Read all committed records. Segments that cannot be read are skipped and noted in the run's problems."""
+    def records(self, first_segment: int = 0, segments: int | None = None) -> Records:
+        """Read all committed records. Segments that cannot be read are skipped and noted in the run's problems.
+
+        Args:
+            first_segment: the first to read.
+            segments: how many to read at most; None: all.
+        """
         opened: list[_OpenSegment] = []
         numbers = self._segment_numbers()
-        for number in numbers:
+        wanted = [number for number in numbers if number >= first_segment][:segments]
+        for number in wanted:
             found = self._open_segment(number)
             if found is not None:
                 opened.append(found)
@@ -745,6 +751,11 @@ class WriterFiles:
             damaged,
             numbers[-1] + 1 - len(numbers) if numbers else 0,
         )
+
+    @property
+    def last_segment(self) -> int:
+        """Number of the newest segment that is there now; -1: none."""
+        return max(self._segment_numbers(), default=-1)
 
     def _segment_numbers(self) -> list[int]:
         # The spool is listed first: a segment that moves between the two listings is then in the second.

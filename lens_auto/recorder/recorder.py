@@ -239,8 +239,8 @@ class Recorder:
         if not self._told:
             self._told = True
             logger.warning(
-                "lens-auto: no room for records in %r (%s); records are dropped and counted until there is, the training"
-                " program is not affected; NEMO_LENS_SPOOL_DIR names another folder",
+                "lens-auto: no room for records in %r (%s); records are dropped and counted until there is, the"
+                " training program is not affected; NEMO_LENS_SPOOL_DIR names another folder",
                 self.folder,
                 error.strerror or error,
             )

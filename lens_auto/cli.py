@@ -1,0 +1,264 @@
+"""The `lens-auto` command. What a subcommand needs is imported when it runs: `--help` and completion stay fast."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lens_auto.recorder.read import RunDirectory
+
+RUNS_FOLDER = "lens-runs"
+PROGRESS_AFTER_S = 1.0
+
+_BAD_INPUT = 2
+_BROKEN_PIPE = 141  # what a shell reports of a program that SIGPIPE ended
+
+app = typer.Typer(
+    name="lens-auto",
+    help="Traces of a PyTorch training job that was recorded under opentelemetry-instrument.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RunDir = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="RUN_DIR",
+        help=f"The run directory; by default the newest in ./{RUNS_FOLDER}.",
+        show_default=False,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from lens_auto import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def report(run_dir: RunDir = None, as_json: AsJson = False) -> None:
+    """Show where a run's iterations went, which ranks died, and what was lost; also while it runs."""
+    from lens_auto.report.load import load
+    from lens_auto.report.summary import summarize
+
+    with _bad_input():
+        run, problems = _open(run_dir)
+        with _progress("reading", len(run.writers)) as advance:
+            loaded = load(run, advance)
+        summary = summarize(run, loaded, problems)
+    if as_json:
+        _print_json(summary.to_json())
+        return
+    from lens_auto.report.text import console, render
+
+    render(summary, console())
+
+
+def _complete_format(incomplete: str) -> list[str]:
+    from lens_auto.export import FORMATS
+
+    return [name for name in FORMATS if name.startswith(incomplete)]
+
+
+@app.command()
+def export(
+    run_dir: RunDir = None,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="FORM",
+            autocompletion=_complete_format,
+            help="otlp-json: OTLP/JSON lines, as a collector's file receiver reads. console: one JSON object a span.",
+        ),
+    ] = "otlp-json",
+    to_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Written whole or not at all; by default, and for -, standard output.",
+        ),
+    ] = None,
+) -> None:
+    """Turn the records of a run into OpenTelemetry spans. Repeated exports give the same ids."""
+    from lens_auto.export import encoder, output
+    from lens_auto.export.spans import run_spans
+
+    with _bad_input():
+        encode = encoder(to)
+        run, problems = _open(run_dir)
+        path = None if to_file is None else str(to_file)
+        count = 0
+        with _progress("exporting", len(run.writers)) as advance, output(path) as file:
+            for made in run_spans(run):
+                for line, spans in encode([made]):
+                    file.write(line)
+                    count += spans
+                    advance(spans / made.count)
+    for problem in (*problems, *run.problems):
+        _say(str(problem))
+    if path not in (None, "-"):
+        _say(f"{count:,} spans of {len(run.writers)} rank{'' if len(run.writers) == 1 else 's'} written to {path}")
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Show what would be patched in this environment, the resolved configuration, and what is wrong with it."""
+    from lens_auto.doctor import report as examine
+
+    found = examine()
+    if as_json:
+        _print_json(found)
+    else:
+        from lens_auto.report.text import console, render_doctor
+
+        render_doctor(found, console())
+    if found.get("problems"):
+        raise typer.Exit(1)
+
+
+# --- what the commands share ------------------------------------------------------------------------------------------
+
+
+def _say(line: str) -> None:
+    print(f"lens-auto: {line}", file=sys.stderr, flush=True)
+
+
+def _fail(line: str) -> NoReturn:
+    _say(line)
+    raise typer.Exit(_BAD_INPUT)
+
+
+@contextmanager
+def _bad_input() -> Iterator[None]:
+    """What a user gave and cannot be used is one line, not a traceback."""
+    from lens_auto.recorder.read import UnreadableFile
+
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # the reader of our output left: that is no input
+    except (UnreadableFile, ValueError) as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{error.filename or ''}: {error.strerror or error}; nothing is written")
+
+
+def _open(path: Path | None) -> tuple[RunDirectory, list[str]]:
+    """Finish what dead writers of the run left in the spool, then open it."""
+    from lens_auto.recorder.finish import finish_dead
+    from lens_auto.recorder.read import RunDirectory, UnreadableFile
+
+    chosen = _newest_run(os.getcwd()) if path is None else str(path)
+    try:
+        problems = list(finish_dead(chosen))
+    except Exception as error:  # reading goes on with what is there
+        problems = [f"files of dead ranks cannot be moved to {chosen} ({type(error).__name__}: {error})"]
+    try:
+        return RunDirectory(chosen), problems
+    except UnreadableFile as error:
+        inside = _runs_in(chosen)
+        if inside:
+            _fail(f"{chosen}: not a run directory but a folder of {len(inside)}; the newest is {inside[-1]}")
+        raise error
+
+
+def _runs_in(folder: str) -> list[str]:
+    """Run directories in a folder, the newest last."""
+    from lens_auto.recorder.layout import MANIFEST_NAME
+
+    found: list[tuple[int, str]] = []
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    for name in names:
+        path = os.path.join(folder, name)
+        try:
+            found.append((os.stat(os.path.join(path, MANIFEST_NAME)).st_mtime_ns, path))
+        except OSError:
+            continue
+    return [path for _, path in sorted(found)]
+
+
+def _newest_run(cwd: str) -> str:
+    runs = _runs_in(os.path.join(cwd, RUNS_FOLDER))
+    if not runs:
+        _fail(f"there is no run directory in ./{RUNS_FOLDER}; name one: lens-auto report RUN_DIR")
+    return os.path.relpath(runs[-1], cwd)
+
+
+def _print_json(value: Any) -> None:
+    import orjson
+
+    sys.stdout.buffer.write(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    sys.stdout.buffer.flush()
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[float], None]]:
+    """A bar on standard error for what takes longer than a second, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    begin = time.monotonic()
+    done_so_far = 0.0
+    bar: Any = None
+
+    def advance(done: float) -> None:
+        nonlocal bar, done_so_far
+        done_so_far += done
+        if bar is None and time.monotonic() - begin > PROGRESS_AFTER_S:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            bar = Progress(console=Console(stderr=True), transient=True)
+            bar.start()
+            bar.add_task(what, total=total)
+        if bar is not None:
+            bar.update(bar.task_ids[0], completed=done_so_far)
+
+    try:
+        yield advance
+    finally:
+        if bar is not None:
+            bar.stop()
+
+
+def main() -> None:
+    """Entry point of the `lens-auto` command."""
+    try:
+        app()
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; the interpreter's own flush at exit must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(_BROKEN_PIPE)
+
+
+if __name__ == "__main__":
+    main()

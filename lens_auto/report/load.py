@@ -1,0 +1,180 @@
+"""Read a run writer by writer, and keep of each what the report needs: its iterations and its communication."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lens_auto.iteration.rule import Int64Array, Iterations, Mask, find_iterations
+from lens_auto.recorder.layout import Flag, Kind, Phase
+from lens_auto.recorder.read import Records, RunDirectory, Status, WriterFiles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_OPERATION_KINDS = (Kind.COLLECTIVE, Kind.SEND, Kind.RECV)
+_MAX_REF = np.uint64(1 << 62)
+
+
+@dataclass
+class Operations:
+    """All calls of one communication operation by one writer, as columns."""
+
+    name: str
+    bytes: int
+    duration_ns: Int64Array  # call to the end of its last wait, of calls whose end is known
+    count: int
+    end_unknown: int
+    exposed_ns: int  # time of the training thread, inside of iterations
+    exposed_unknown: int  # calls that enqueue device work
+
+
+@dataclass
+class InFlight:
+    """An operation that a thread had entered and not left."""
+
+    operation: str
+    group: str
+    seq: int | None
+    peer: int | None
+    thread: int
+    since_ns: int
+    consistent: bool
+
+
+@dataclass
+class Position:
+    """What a writer that did not close was last seen in."""
+
+    phase: Phase
+    iteration: int
+    since_ns: int
+    in_flight: list[InFlight] = field(default_factory=list)
+
+
+@dataclass
+class LoadedWriter:
+    """One writer, read."""
+
+    writer: WriterFiles
+    iterations: Iterations
+    operations: list[Operations]
+    position: Position | None
+    records: int
+    holes: int
+    damaged: int
+
+
+def load(run: RunDirectory, on_progress: Callable[[int], None] = lambda writers: None) -> list[LoadedWriter]:
+    """Read every writer of a run.
+
+    Args:
+        run: the run directory; files that cannot be read are added to its problems.
+        on_progress: told after each writer that one more is done.
+    """
+    loaded = []
+    for writer in run.writers:
+        loaded.append(load_writer(writer))
+        on_progress(1)
+    return loaded
+
+
+def load_writer(writer: WriterFiles) -> LoadedWriter:
+    """Read one writer."""
+    records = writer.records()
+    iterations = find_iterations(records.data, records.numbers, writer.last_sign_ns)
+    return LoadedWriter(
+        writer=writer,
+        iterations=iterations,
+        operations=_operations(writer, records, iterations),
+        position=_position(writer),
+        records=len(records),
+        holes=records.holes,
+        damaged=records.damaged,
+    )
+
+
+def _operations(writer: WriterFiles, records: Records, iterations: Iterations) -> list[Operations]:
+    data = records.data
+    rows = np.flatnonzero(np.isin(data["kind"], _OPERATION_KINDS))
+    if not len(rows):
+        return []
+    flags = data["flags"][rows]
+    start_ns, end_ns, held_ns = _times(records, rows)
+    exposed_ns = np.where(data["thread"][rows] == iterations.thread, held_ns, 0)
+    enqueued: Mask = (flags & Flag.ENQUEUE) != 0
+    waited = np.zeros(len(rows), dtype=np.bool_)
+
+    wait, at = _waits(records, rows)
+    _, wait_end_ns, wait_held_ns = _times(records, wait)
+    np.maximum.at(end_ns, at, wait_end_ns)
+    np.add.at(exposed_ns, at, np.where(data["thread"][wait] == iterations.thread, wait_held_ns, 0))
+    enqueued[at[(data["flags"][wait] & Flag.ENQUEUE) != 0]] = True
+    waited[at] = True
+    unknown = ((flags & Flag.END_UNKNOWN) != 0) | (((flags & Flag.ASYNC) != 0) & ~waited)
+    exposed_ns[enqueued | (iterations.record_iteration[rows] < 0)] = 0
+
+    found = []
+    name = data["name"][rows]
+    for number in np.unique(name).tolist():
+        of = name == number
+        found.append(
+            Operations(
+                name=writer.string(number) or "unknown",
+                bytes=sum(data["bytes"][rows[of]].tolist()),
+                duration_ns=(end_ns - start_ns)[of & ~unknown],
+                count=int(np.count_nonzero(of)),
+                end_unknown=int(np.count_nonzero(of & unknown)),
+                exposed_ns=int(exposed_ns[of].sum()),
+                exposed_unknown=int(np.count_nonzero(of & enqueued)),
+            )
+        )
+    return found
+
+
+def _times(records: Records, rows: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Start, end, and how long the calling thread was held."""
+    data = records.data
+    start_ns = data["start_ns"][rows].astype(np.int64)
+    end_ns = np.maximum(data["end_ns"][rows].astype(np.int64), start_ns)
+    exposed_ns = data["exposed_ns"][rows]
+    length_ns = end_ns - start_ns
+    # A call cannot hold its thread for longer than it lasted.
+    held_ns = np.where(exposed_ns > 0, np.minimum(exposed_ns, length_ns.astype(np.uint64)).astype(np.int64), length_ns)
+    return start_ns, end_ns, held_ns
+
+
+def _waits(records: Records, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Waits that complete one of these operations, and the index of the operation of each."""
+    data = records.data
+    wait = np.flatnonzero((data["kind"] == Kind.WAIT) & (data["ref"] > 0) & (data["ref"] <= _MAX_REF))
+    wanted = data["ref"][wait].astype(np.int64) - 1
+    numbers = records.numbers[rows]
+    at = np.minimum(np.searchsorted(numbers, wanted), len(rows) - 1)
+    matches = numbers[at] == wanted
+    return wait[matches], at[matches]
+
+
+def _position(writer: WriterFiles) -> Position | None:
+    """Phase and operations in flight of a writer that did not close: now, or at its last heartbeat."""
+    live = writer.live
+    if live is None or writer.status is Status.CLOSED:
+        return None
+    now_ns = time.monotonic_ns() if writer.status is Status.RUNNING else live.heartbeat_ns
+    in_flight = [
+        InFlight(
+            operation=writer.string(slot.name) or slot.kind_name,
+            group=writer.string(slot.group),
+            seq=slot.seq if slot.seq >= 0 else None,
+            peer=slot.peer if slot.peer >= 0 else None,
+            thread=slot.thread,
+            since_ns=max(0, now_ns - slot.start_ns),
+            consistent=slot.consistent,
+        )
+        for slot in sorted(live.slots, key=lambda slot: slot.start_ns)
+    ]
+    since_ns = max(0, now_ns - live.phase.since_ns) if live.phase.since_ns else 0
+    return Position(live.phase.phase, live.phase.iteration, since_ns, in_flight)

@@ -1,0 +1,308 @@
+"""The numbers of the report, from what was loaded; plain values that print as a table or as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lens_auto.recorder.layout import Phase
+from lens_auto.recorder.read import RunDirectory, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from lens_auto.iteration.rule import Int64Array
+    from lens_auto.report.load import LoadedWriter, Operations, Position
+
+REPORT_FORMAT = "lens-report"
+REPORT_VERSION = 1
+# The phases that iterations are made of, in the order in which they come.
+PHASES = (
+    Phase.DATA_LOADING,
+    Phase.FORWARD,
+    Phase.BACKWARD,
+    Phase.OPTIMIZER,
+    Phase.EVALUATE,
+    Phase.CHECKPOINT,
+    Phase.OTHER,
+)
+_MISSING_NAMED = 1000
+
+
+@dataclass
+class IterationTimes:
+    """Iteration times without evaluation and checkpoints, ns. None where there is no iteration."""
+
+    count: int
+    median_ns: int | None
+    p99_ns: int | None
+    total_ns: int  # with evaluation and checkpoints
+
+    @classmethod
+    def of(cls, training_ns: Int64Array, total_ns: int) -> IterationTimes:
+        """Statistics of some iterations."""
+        if not len(training_ns):
+            return cls(0, None, None, total_ns)
+        return cls(
+            len(training_ns),
+            round(float(np.median(training_ns))),
+            round(float(np.percentile(training_ns, 99))),
+            total_ns,
+        )
+
+
+@dataclass
+class RankSummary:
+    """One writer: a process as a rank."""
+
+    rank: int
+    host: str
+    pid: int
+    state: str  # closed, running, died, unknown
+    phase: str | None  # last seen in; None where it closed
+    phase_iteration: int | None
+    phase_since_ns: int | None
+    in_flight: list[dict[str, Any]]
+    iterations: IterationTimes
+    phase_share: dict[str, float]  # of the time of its iterations
+    records: int
+    dropped: int
+    unfinished: int  # places in segments that a thread took and never filled
+    damaged: int
+    mispredicted: int
+    hook_faults: int
+    hooks_off: dict[str, str]
+
+
+@dataclass
+class OperationSummary:
+    """One communication operation over all ranks."""
+
+    operation: str
+    count: int
+    bytes: int
+    median_ns: int | None
+    end_unknown: int
+    exposed_ns: int | None  # None: device work was enqueued, the host cannot tell
+    exposed_share: float | None  # of the time of all iterations of all ranks
+
+
+@dataclass
+class Summary:
+    """The whole report."""
+
+    verdict: str
+    run_dir: str
+    run_id: str
+    created: str | None
+    world_size: int
+    missing_count: int
+    missing_ranks: list[int]  # the first thousand
+    ranks: list[RankSummary]
+    iterations: IterationTimes
+    phase_share: dict[str, float]
+    operations: list[OperationSummary]
+    records: int
+    dropped: int
+    mispredicted: int
+    problems: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """As the object that `lens-auto report --json` prints."""
+        return {"format": REPORT_FORMAT, "version": REPORT_VERSION, **dataclasses.asdict(self)}
+
+
+def summarize(run: RunDirectory, loaded: Sequence[LoadedWriter], problems: Iterable[str] = ()) -> Summary:
+    """Compute the report of a run.
+
+    Args:
+        run: the run directory.
+        loaded: its writers, read.
+        problems: what went wrong before, one line each.
+    """
+    ranks = [_rank(each) for each in loaded]
+    training_ns = _joined([each.iterations.training_ns for each in loaded])
+    total_ns = sum(rank.iterations.total_ns for rank in ranks)
+    world_size = max((each.writer.info.world_size for each in loaded), default=0)
+    seen = {rank.rank for rank in ranks}
+    missing_count = world_size - len({rank for rank in seen if 0 <= rank < world_size})
+    missing: list[int] = []
+    for rank in range(world_size):
+        if len(missing) == min(missing_count, _MISSING_NAMED):
+            break
+        if rank not in seen:
+            missing.append(rank)
+    summary = Summary(
+        verdict="",
+        run_dir=str(run.path),
+        run_id=run.run_id,
+        created=run.manifest.get("created") if isinstance(run.manifest.get("created"), str) else None,
+        world_size=world_size,
+        missing_count=missing_count,
+        missing_ranks=missing,
+        ranks=ranks,
+        iterations=IterationTimes.of(training_ns, total_ns),
+        phase_share=_shares(sum((each.iterations.phase_ns.sum(axis=0) for each in loaded), np.zeros(len(Phase)))),
+        operations=_operations([operations for each in loaded for operations in each.operations], total_ns),
+        records=sum(rank.records for rank in ranks),
+        dropped=sum(rank.dropped for rank in ranks),
+        mispredicted=sum(rank.mispredicted for rank in ranks),
+        problems=[*problems, *(str(problem) for problem in run.problems)],
+    )
+    summary.verdict = verdict(summary)
+    return summary
+
+
+def _joined(parts: Sequence[Int64Array]) -> Int64Array:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+def _shares(phase_ns: Any) -> dict[str, float]:
+    total = float(np.sum(phase_ns))
+    return {phase.name.lower(): float(phase_ns[phase]) / total if total > 0 else 0.0 for phase in PHASES}
+
+
+def _rank(loaded: LoadedWriter) -> RankSummary:
+    info, iterations, position = loaded.writer.info, loaded.iterations, loaded.position
+    return RankSummary(
+        rank=info.rank,
+        host=info.host,
+        pid=info.pid,
+        state=loaded.writer.status.value,
+        phase=None if position is None else position.phase.name.lower(),
+        phase_iteration=None if position is None else position.iteration,
+        phase_since_ns=None if position is None else position.since_ns,
+        in_flight=[] if position is None else _in_flight(position),
+        iterations=IterationTimes.of(iterations.training_ns, int(iterations.duration_ns.sum())),
+        phase_share=_shares(iterations.phase_ns.sum(axis=0)),
+        records=loaded.records,
+        dropped=loaded.writer.dropped,
+        # A place that a running writer has taken is being filled.
+        unfinished=0 if loaded.writer.status is Status.RUNNING else loaded.holes,
+        damaged=loaded.damaged,
+        mispredicted=iterations.mispredicted,
+        hook_faults=info.hook_faults,
+        hooks_off=info.hooks_off,
+    )
+
+
+def _in_flight(position: Position) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(each) for each in position.in_flight]
+
+
+def _operations(all_operations: Sequence[Operations], total_ns: int) -> list[OperationSummary]:
+    by_name: dict[str, list[Operations]] = defaultdict(list)
+    for operations in all_operations:
+        by_name[operations.name].append(operations)
+    found = []
+    for name, parts in by_name.items():
+        durations = _joined([part.duration_ns for part in parts])
+        known = all(not part.exposed_unknown for part in parts)
+        exposed_ns = sum(part.exposed_ns for part in parts)
+        found.append(
+            OperationSummary(
+                operation=name,
+                count=sum(part.count for part in parts),
+                bytes=sum(part.bytes for part in parts),
+                median_ns=round(float(np.median(durations))) if len(durations) else None,
+                end_unknown=sum(part.end_unknown for part in parts),
+                exposed_ns=exposed_ns if known else None,
+                exposed_share=exposed_ns / total_ns if known and total_ns > 0 else None,
+            )
+        )
+    return sorted(found, key=lambda each: (-(each.exposed_ns or 0), -each.count, each.operation))
+
+
+# --- one line first ---------------------------------------------------------------------------------------------------
+
+
+def verdict(summary: Summary) -> str:
+    """What a person should know before anything else, in one line."""
+    parts = [*_troubles(summary), _progress(summary)]
+    times = summary.iterations
+    if times.median_ns is not None and times.p99_ns is not None:
+        parts.append(f"median {duration(times.median_ns)}, p99 {duration(times.p99_ns)}")
+        largest = sorted(summary.phase_share.items(), key=lambda item: -item[1])[:3]
+        parts.append(", ".join(f"{name} {share:.0%}" for name, share in largest if share >= 0.005))
+    exposed = sum(each.exposed_share or 0.0 for each in summary.operations)
+    if exposed >= 0.005:
+        parts.append(f"communication exposed {exposed:.0%}")
+    return "; ".join(part for part in parts if part)
+
+
+def _troubles(summary: Summary) -> list[str]:
+    found = []
+    died = [rank for rank in summary.ranks if rank.state == Status.DIED.value]
+    if len(died) == 1 or (died and len({_place(rank) for rank in died}) == 1):
+        found.append(f"{named([rank.rank for rank in died])} died in {_place(died[0])}")
+    elif died:
+        first = died[0]
+        found.append(f"{named([rank.rank for rank in died])} died, rank {first.rank} in {_place(first)}")
+    if summary.missing_count:
+        more = "" if len(summary.missing_ranks) == summary.missing_count else " and more"
+        found.append(f"{named(summary.missing_ranks)}{more} missing of {summary.world_size}")
+    if summary.dropped:
+        found.append(f"{summary.dropped:,} records dropped")
+    return found
+
+
+def _place(rank: RankSummary) -> str:
+    """Where a rank was last seen, as `all_reduce in backward of iteration 41`."""
+    if rank.phase is None:
+        return "an unknown place"
+    where = f"{rank.phase} of iteration {rank.phase_iteration}"
+    if rank.phase == Phase.START_UP.name.lower():
+        where = "start-up"
+    operations = ", ".join(str(each["operation"]) for each in rank.in_flight)
+    return f"{operations} in {where}" if operations else where
+
+
+def _progress(summary: Summary) -> str:
+    counts = {rank.iterations.count for rank in summary.ranks}
+    if not summary.ranks:
+        return "no rank recorded anything"
+    least, most = min(counts), max(counts)
+    count = str(most) if least == most else f"{least} to {most}"
+    ranks = len({rank.rank for rank in summary.ranks})
+    running = any(rank.state == Status.RUNNING.value for rank in summary.ranks)
+    text = f"{count} iteration{'' if count == '1' else 's'} on {ranks} rank{'' if ranks == 1 else 's'}"
+    return f"running: {text} so far" if running else text
+
+
+def named(ranks: Sequence[int], limit: int = 8) -> str:
+    """Ranks as words: `rank 3`, `ranks 0 to 3, 7`."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    words = [f"{run[0]} to {run[-1]}" if run[-1] > run[0] + 1 else ", ".join(map(str, run)) for run in runs]
+    text = ", ".join(words[:limit]) + (" and more" if len(words) > limit else "")
+    return f"rank {text}" if len(set(ranks)) == 1 else f"ranks {text}"
+
+
+def duration(ns: float) -> str:
+    """A time to three digits, in the unit that suits it."""
+    for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
+        if ns >= size:
+            return f"{three_digits(ns / size)} {unit}"
+    return f"{ns:.0f} ns"
+
+
+def three_digits(value: float) -> str:
+    """A number from 1 up to three digits, no more than two of them after the point."""
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
+
+
+def size(count: float) -> str:
+    """Bytes to three digits, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:.0f} B" if unit == "B" else f"{three_digits(count)} {unit}"
