@@ -65,7 +65,7 @@ def report(run_dir: RunDir = None, as_json: AsJson = False) -> None:
     from lens_auto.report.summary import summarize
 
     with _bad_input():
-        run, problems = _open(run_dir)
+        run, problems = _open(run_dir, "report")
         with _progress("reading", len(run.writers)) as advance:
             loaded = load(run, advance)
         summary = summarize(run, loaded, problems)
@@ -111,7 +111,7 @@ def export(
 
     with _bad_input():
         encode = encoder(to)
-        run, problems = _open(run_dir)
+        run, problems = _open(run_dir, "export")
         path = None if to_file is None else str(to_file)
         count = 0
         with _progress("exporting", len(run.writers)) as advance, output(path) as file:
@@ -169,12 +169,12 @@ def _bad_input() -> Iterator[None]:
         _fail(f"{error.filename or ''}: {error.strerror or error}; nothing is written")
 
 
-def _open(path: Path | None) -> tuple[RunDirectory, list[str]]:
+def _open(path: Path | None, command: str) -> tuple[RunDirectory, list[str]]:
     """Finish what dead writers of the run left in the spool, then open it."""
     from lens_auto.recorder.finish import finish_dead
     from lens_auto.recorder.read import RunDirectory, UnreadableFile
 
-    chosen = _newest_run(os.getcwd()) if path is None else str(path)
+    chosen = _newest_run(os.getcwd(), command) if path is None else str(path)
     try:
         problems = list(finish_dead(chosen))
     except Exception as error:  # reading goes on with what is there
@@ -206,10 +206,10 @@ def _runs_in(folder: str) -> list[str]:
     return [path for _, path in sorted(found)]
 
 
-def _newest_run(cwd: str) -> str:
+def _newest_run(cwd: str, command: str) -> str:
     runs = _runs_in(os.path.join(cwd, RUNS_FOLDER))
     if not runs:
-        _fail(f"there is no run directory in ./{RUNS_FOLDER}; name one: lens-auto report RUN_DIR")
+        _fail(f"there is no run directory in ./{RUNS_FOLDER}; name one: lens-auto {command} RUN_DIR")
     return os.path.relpath(runs[-1], cwd)
 
 

@@ -122,8 +122,32 @@ def _finish_children(run_id: str) -> None:
         key = rundir.safe_name(run_id)
         for problem in finish.finish_dead(key=key):
             logger.warning("lens-auto: %s", problem)
+        _wait_for_exporter(key)
     except Exception as error:
         guard.site("finish").fault(error)
+
+
+def _wait_for_exporter(key: str) -> None:
+    """The last process of a job waits, bounded, for the exporter: where it is a container's first, all ends with it."""
+    from lens_auto.export import launch
+    from lens_auto.export.exporters import exporter_names
+    from lens_auto.recorder import finish
+
+    names = exporter_names()
+    current = configure()
+    if not names:
+        return
+    deadline = time.monotonic() + current.exit_timeout_s
+    for folder in finish.spooled_runs(key):
+        left = launch.wait_until_sent(folder, max(0.0, deadline - time.monotonic()), "console" in names)
+        if left and not current.quiet:
+            places = sorted({_short(run_dir) for run_dir in left.values() if run_dir}) or [folder]
+            print(
+                f"lens-auto: spans of {len(left)} rank(s) are not sent yet; the exporter goes on for a while, what it"
+                f" leaves can be sent with: lens-auto recover {' '.join(places)}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _after_fork() -> None:
@@ -337,7 +361,8 @@ def close() -> None:
     current = configure()
     try:
         place = _housekeeper.close(current.exit_timeout_s)
-        if rank in (0, -1) and place is not None and not current.quiet:
+        silent = current.quiet or _housekeeper.exporting is not None
+        if rank in (0, -1) and place is not None and not silent:
             print(f"lens-auto: recorded; see it with: lens-auto report {_short(place)}", file=sys.stderr, flush=True)
     except Exception as error:
         guard.site("close").fault(error)

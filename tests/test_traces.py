@@ -24,18 +24,13 @@ import torch._dynamo
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-random.seed({SEED})
-numpy.random.seed({SEED})
-torch.manual_seed({SEED})
-
 def main(rank):
+    random.seed({SEED})
+    numpy.random.seed({SEED})
+    torch.manual_seed({SEED})
     dist.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed({SEED})
     for (batch,) in DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=1, generator=torch.Generator()):
         model(batch).sum().backward()
         dist.all_reduce(torch.ones(1))

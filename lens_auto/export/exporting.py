@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from lens_auto.config import NemoLensConfig
-from lens_auto.export.launch import ExporterKeeper
+from lens_auto.export.launch import ExporterKeeper, register
 from lens_auto.strategies import get_export_strategy
 
 logger = logging.getLogger("lens_auto")
@@ -22,7 +22,15 @@ class Exporting:
 
     def __init__(self, run_folder: str, inherit_output: bool, local_rank: int) -> None:
         self.keeper = ExporterKeeper(run_folder, inherit_output, local_rank)
+        self._run_folder = run_folder
+        self._registered: str | None = None
         self._told = False
+
+    def register(self, writer: str, run_dir: str | None) -> None:
+        """Tell the exporter of this writer, and of its run directory once that is known."""
+        if self._registered != (run_dir or ""):
+            self._registered = run_dir or ""
+            register(self._run_folder, writer, self._registered)
 
     def decide(self, rank: int, world_size: int) -> bool | None:
         """What the export strategy says of this rank; None: a strategy that the program has not registered (yet)."""

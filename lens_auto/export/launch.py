@@ -12,7 +12,12 @@ import subprocess
 import sys
 import time
 
+from lens_auto.recorder import spool
+
 LOCK_NAME = "exporter.lock"
+SENDING_NAME = (
+    "sending"  # a file for each writer that the exporter is not done with; it holds its run_dir
+)
 LOG_NAME = "exporter.log"
 LOOK_EVERY_S = 2.0
 START_PATIENCE_S = 10.0  # a started exporter imports the SDK before it takes the lock
@@ -90,16 +95,48 @@ class ExporterKeeper:
         self._next_look = now + START_PATIENCE_S
         start(self._run_folder, self._inherit_output)
 
-    def wait(self, writer: str, timeout_s: float) -> bool:
-        """Wait, bounded, until the exporter has sent what a writer left; True where it has."""
-        done = os.path.join(self._run_folder, f"{writer}.done")
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if os.path.exists(done):
-                return True
-            if not is_running(self._run_folder):
-                with contextlib.suppress(OSError):
-                    start(self._run_folder, self._inherit_output)
-                time.sleep(0.5)
-            time.sleep(0.02)
-        return False
+
+# --- the register of writers ------------------------------------------------------------------------------------------
+
+
+def register(run_folder: str, writer: str, run_dir: str) -> None:
+    """Say that a writer's records are to be sent, and where they will be (empty: not known yet)."""
+    folder = spool.private_folder(os.path.join(run_folder, SENDING_NAME))
+    spool.write_atomically(os.path.join(folder, writer), run_dir.encode())
+
+
+def registered(run_folder: str) -> dict[str, str]:
+    """Writers that the exporter is not done with, and their run directories."""
+    folder = os.path.join(run_folder, SENDING_NAME)
+    found: dict[str, str] = {}
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return found
+    for name in sorted(names):
+        if not name.endswith(".tmp"):
+            with contextlib.suppress(OSError), open(os.path.join(folder, name), "rb") as file:
+                found[name] = file.read(4096).decode(errors="surrogateescape")
+    return found
+
+
+def unregister(run_folder: str, writer: str) -> None:
+    """The exporter is done with a writer."""
+    with contextlib.suppress(OSError):
+        os.unlink(os.path.join(run_folder, SENDING_NAME, writer))
+
+
+def wait_until_sent(run_folder: str, timeout_s: float, inherit_output: bool) -> dict[str, str]:
+    """Wait, bounded, until the exporter is done with all writers. Returns those that it is not done with."""
+    deadline = time.monotonic() + timeout_s
+    next_start = time.monotonic()
+    while True:
+        left = registered(run_folder)
+        now = time.monotonic()
+        if not left or now >= deadline:
+            return left
+        if now >= next_start and not is_running(run_folder):
+            next_start = now + START_PATIENCE_S
+            with contextlib.suppress(OSError):
+                start(run_folder, inherit_output)
+        time.sleep(0.02)

@@ -21,8 +21,9 @@ from lens_auto.config import NemoLensConfig
 from lens_auto.export import console
 from lens_auto.export.exporters import UnknownExporter, exporter_names, make_exporter, make_sampler
 from lens_auto.export.lane import Lane, OtherRanks
-from lens_auto.export.launch import LOCK_NAME
+from lens_auto.export.launch import LOCK_NAME, LOG_NAME, SENDING_NAME, registered, unregister
 from lens_auto.export.spans import Span
+from lens_auto.recorder import spool
 from lens_auto.recorder.layout import RANKS_DIR, SEGMENT_RECORDS, segment_name
 from lens_auto.recorder.read import RunDirectory, Status, UnreadableFile, WriterFiles
 from lens_auto.strategies import BUILTIN_STRATEGIES, get_export_strategy
@@ -112,22 +113,19 @@ class _Node:
 
     def __init__(self, run_folder: str) -> None:
         self._run_folder = Path(run_folder)
-        self._host = os.uname().nodename
-        self._run_dirs: set[str] = set()
-        self._names: set[str] = set()
+        self.run_dirs: set[str] = set()
 
     def writers(self) -> list[WriterFiles]:
-        """Writers of this host that have been seen in this spool folder, in order of rank."""
+        """Registered writers that are not done, in order of rank."""
+        register = registered(str(self._run_folder))
+        self.run_dirs.update(run_dir for run_dir in register.values() if run_dir)
         found: dict[str, WriterFiles] = {}
-        for writer in self._read(self._run_folder):
-            self._names.add(writer.name)
-            if writer.info.run_dir is not None:
-                self._run_dirs.add(writer.info.run_dir)
-            found[writer.name] = writer
-        for run_dir in sorted(self._run_dirs):
-            for writer in self._read(Path(run_dir)):
-                if writer.name in self._names:
+        for path in (self._run_folder, *map(Path, sorted(self.run_dirs))):
+            for writer in self._read(path):
+                if writer.name in register:
                     found.setdefault(writer.name, writer)
+                    if writer.info.run_dir:
+                        self.run_dirs.add(writer.info.run_dir)
         return sorted(found.values(), key=lambda writer: (writer.info.rank, writer.name))
 
     @staticmethod
@@ -225,6 +223,23 @@ class Exporter:
         for lane in lanes:
             with contextlib.suppress(Exception):
                 lane.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Keep the log where it says something; remove what is ours in the spool, where all is sent."""
+        log = Path(self._run_folder, LOG_NAME)
+        with contextlib.suppress(OSError):
+            text = log.read_bytes()
+            for run_dir in self._node.run_dirs:
+                if text and os.path.isdir(run_dir):
+                    spool.write_atomically(os.path.join(run_dir, f"exporter-{os.uname().nodename}.log"), text)
+        if not registered(self._run_folder):
+            for name in (LOG_NAME, LOCK_NAME):
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(self._run_folder, name))
+            for folder in (os.path.join(self._run_folder, SENDING_NAME), self._run_folder):
+                with contextlib.suppress(OSError):
+                    os.rmdir(folder)
 
     def _any_alive(self, until: float) -> bool:
         while time.monotonic() < until:
@@ -250,9 +265,9 @@ class Exporter:
             if lanes:
                 _remove_segments(writer, low // SEGMENT_RECORDS, done)
             if done:
-                Path(self._run_folder, f"{writer.name}.done").touch(0o600)
+                unregister(self._run_folder, writer.name)
             all_done = all_done and done
-        return all_done
+        return all_done and not registered(self._run_folder)
 
 
 def _written(writer: WriterFiles) -> int:

@@ -130,11 +130,17 @@ def finish_writer(folder: str, run_dir: str) -> None:
                 os.rmdir(parent)
 
 
-def spooled_writers(bases: list[str] | None = None) -> list[str]:
+def spooled_writers() -> list[str]:
     """Spool folders of all writers of this user on this host."""
-    if bases is None:
-        configured = os.environ.get("NEMO_LENS_SPOOL_DIR")
-        bases = [*([configured] if configured else []), spool.SHM, spool.spool_bases(None, 1)[-1]]
+    return [
+        folder for run in spooled_runs() for folder in sorted(glob.glob(os.path.join(glob.escape(run), RANKS_DIR, "*")))
+    ]
+
+
+def spooled_runs(key: str | None = None) -> list[str]:
+    """Spool folders of all runs of this user on this host, or of the one with a key."""
+    configured = os.environ.get("NEMO_LENS_SPOOL_DIR")
+    bases = [*([configured] if configured else []), spool.SHM, spool.spool_bases(None, 1)[-1]]
     found: list[str] = []
     for base in dict.fromkeys(bases):
         user = spool.user_folder(base)
@@ -143,7 +149,7 @@ def spooled_writers(bases: list[str] | None = None) -> list[str]:
                 continue
         except OSError:
             continue
-        found += sorted(glob.glob(os.path.join(glob.escape(user), "*", RANKS_DIR, "*")))
+        found += sorted(glob.glob(os.path.join(glob.escape(user), "*" if key is None else glob.escape(key))))
     return found
 
 

@@ -57,6 +57,8 @@ class Housekeeper:
     def start(self) -> None:
         """Start the thread."""
         self.save()
+        if self.exporting is not None:
+            self.exporting.register(str(self.info["writer"]), None)
         self._thread.start()
 
     def agree(self, agreement: Agreement) -> None:
@@ -126,6 +128,7 @@ class Housekeeper:
             if exports is not None:
                 self.info = {**self.info, "exports": exports}
                 self._dirty = True
+        exporting.register(str(self.info["writer"]), self.run_dir)
         exporting.keeper.look()
 
     def _agree_on(self) -> None:
@@ -257,7 +260,7 @@ class Housekeeper:
         folder = self.recorder.folder
         if folder is None or not self.run_dir:
             return self._spool_run()
-        if self.exporting is not None and self.info["exports"] is None:
+        if self.exporting is not None:
             self._look_after_exporter(self.exporting)
         try:
             finish.finish_writer(folder, self.run_dir)

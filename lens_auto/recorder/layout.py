@@ -62,6 +62,14 @@ class Kind(enum.IntEnum):
     CHECKPOINT_SAVE = 11  # name: path; bytes: file size
     CHECKPOINT_LOAD = 12
     PROCESS_GROUP = 13  # name: init_process_group, new_group ...; group: the group made; detail: its description
+    # Pipelines. group: the pipeline's; seq: microbatch, -1 unknown; a: schedule call, counted from 0 per (init, group);
+    # b: stage, counted over the whole pipeline. name: forward or backward, what is computed or carried.
+    PIPELINE_FORWARD = 14  # one microbatch of a stage
+    PIPELINE_BACKWARD = 15  # name also: backward_input, backward_weight, where the schedule splits it
+    PIPELINE_SEND = 16  # one microbatch's activation or gradient, all its tensors; peer: its rank; c: its stage
+    PIPELINE_RECV = 17  # the same; COALESCED: posted together with other transfers, and waited for with them
+    PIPELINE_CALL = 18  # the schedule call itself, never a span; name: the schedule; b: 1 with backward, 0 without
+    RECV_SOURCE = 19  # ref: a RECV, of which more is known now; peer, seq: whose send it was, or AMBIGUOUS
 
 
 class Flag(enum.IntFlag):

@@ -96,6 +96,8 @@ class Recorder:
         self.model_init = on.get("model_init", 0)
         self.checkpoint = on.get("checkpoint", 0)
         self.load_checkpoint = on.get("load_checkpoint", 0)
+        self.pipeline = on.get("pipeline", 0)
+        self.microbatch = on.get("microbatch", 0)
 
     # --- the hot path -------------------------------------------------------------------------------------------------
 
