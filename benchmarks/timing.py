@@ -70,3 +70,16 @@ def median_interval(values: np.ndarray, share: float = 0.95, draws: int = 2000) 
     medians = np.median(generator.choice(values, size=(draws, len(values))), axis=1)
     low, high = np.quantile(medians, [(1 - share) / 2, (1 + share) / 2])
     return float(np.median(values)), float(low), float(high)
+
+
+def block_ratio(on: np.ndarray, off: np.ndarray, share: float = 0.95) -> tuple[float, float, float]:
+    """How much longer iterations take in blocks that are on than in the adjacent ones that are off.
+
+    Args:
+        on, off: one row a block, one column an iteration; rows with the same index are adjacent in time.
+        share: the probability of the interval.
+
+    Returns:
+        The ratio, and its interval: median over the pairs of blocks of the ratio of their median iterations.
+    """
+    return median_interval(np.median(on, axis=1) / np.median(off, axis=1), share)

@@ -38,6 +38,24 @@ RunDir = Annotated[
         show_default=False,
     ),
 ]
+Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        "--endpoint",
+        metavar="URL",
+        help="The OTLP endpoint; by default what the OTEL_* variables name.",
+        show_default=False,
+    ),
+]
+Protocol = Annotated[
+    str | None,
+    typer.Option(
+        "--protocol",
+        metavar="NAME",
+        help="grpc or http/protobuf; by default OTEL_EXPORTER_OTLP_PROTOCOL, else by the port (4318: HTTP).",
+        show_default=False,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -92,7 +110,8 @@ def export(
             "--to",
             metavar="FORM",
             autocompletion=_complete_format,
-            help="otlp-json: OTLP/JSON lines, as a collector's file receiver reads. console: one JSON object a span.",
+            help="otlp-json: OTLP/JSON lines, as a collector's file receiver reads. console: one JSON object a span."
+            " otlp: to an endpoint.",
         ),
     ] = "otlp-json",
     to_file: Annotated[
@@ -104,8 +123,13 @@ def export(
             help="Written whole or not at all; by default, and for -, standard output.",
         ),
     ] = None,
+    endpoint: Endpoint = None,
+    protocol: Protocol = None,
 ) -> None:
     """Turn the records of a run into OpenTelemetry spans. Repeated exports give the same ids."""
+    if to == "otlp":
+        _send(run_dir, "export", endpoint, protocol)
+        return
     from lens_auto.export import encoder, output
     from lens_auto.export.spans import run_spans
 
@@ -124,6 +148,77 @@ def export(
         _say(str(problem))
     if path not in (None, "-"):
         _say(f"{count:,} spans of {len(run.writers)} rank{'' if len(run.writers) == 1 else 's'} written to {path}")
+
+
+@app.command()
+def recover(run_dir: RunDir = None, endpoint: Endpoint = None, protocol: Protocol = None) -> None:
+    """Send what an exporter process could not send, and remove what is accepted; each span once."""
+    _send(run_dir, "recover", endpoint, protocol)
+
+
+def _send(run_dir: Path | None, command: str, endpoint: str | None, protocol: str | None) -> None:
+    from lens_auto.export import send
+
+    with _bad_input():
+        send.name_endpoint(endpoint, protocol)
+        run, problems = _open(run_dir, command)
+        with _progress("sending", sum(writer.info.records for writer in run.writers)) as advance:
+            try:
+                done = send.send_run(run, advance) if command == "export" else send.recover(run, advance)
+            except send.NotSent as error:
+                _say(str(error))
+                raise typer.Exit(1) from None
+    for problem in (*problems, *run.problems):
+        _say(str(problem))
+    notes = [f"{done.spans:,} spans sent"]
+    if done.not_sampled:
+        notes.append(f"{done.not_sampled:,} left out by the sampler")
+    if done.running:
+        notes.append(f"{done.running} ranks are still running and were left alone")
+    _say("; ".join(notes))
+
+
+@app.command()
+def collect(
+    parts: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run directories that hold parts of one run.")],
+    to_directory: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="The merged run directory.", show_default=False)
+    ],
+) -> None:
+    """Merge the parts of one run that nodes without a common file system hold."""
+    from lens_auto.export.collect import collect as merge
+
+    with _bad_input():
+        copied, there = merge(parts, to_directory)
+    _say(f"{copied} ranks copied to {to_directory}" + (f", {there} were there already" if there else ""))
+
+
+@app.command()
+def groups(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run directory of a running job.")],
+    names: Annotated[
+        str, typer.Argument(metavar="GROUPS", help="Span groups and presets, separated by commas.", show_default=False)
+    ],
+    for_iterations: Annotated[
+        int | None,
+        typer.Option(
+            "--for-iterations", metavar="N", min=1, help="Switch back after N iterations.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Switch span groups of a running job, on every rank from the same iteration."""
+    from lens_auto.groups import TrainingSpanGroup
+    from lens_auto.iteration.schedule import write_request
+    from lens_auto.recorder.read import RunDirectory, Status
+
+    with _bad_input():
+        wanted = TrainingSpanGroup.resolve(names)
+        run = RunDirectory(run_dir)
+        if not any(writer.status is Status.RUNNING for writer in run.writers):
+            _fail(f"no rank of {run_dir} is running on this host; nothing is switched")
+        write_request(str(run_dir), wanted, for_iterations)
+    lasting = "" if for_iterations is None else f", for {for_iterations} iterations"
+    _say(f"rank 0 was asked to switch to {', '.join(sorted(wanted))}{lasting}; it does so a few iterations ahead")
 
 
 @app.command()

@@ -152,9 +152,7 @@ class FileMetricExporter(MetricExporter):
         super().__init__()
         self.file = file
 
-    def export(
-        self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any
-    ) -> MetricExportResult:
+    def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any) -> MetricExportResult:
         """One line for the collection."""
         from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
 

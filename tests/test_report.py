@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -9,12 +10,14 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from synthetic import MS, Writer, at, segment_header, train, write_run
 
 from lens_auto.export import otlp_json
@@ -24,7 +27,7 @@ from lens_auto.recorder.layout import Flag, Kind, Phase
 from lens_auto.recorder.read import RunDirectory
 from lens_auto.report.load import load
 from lens_auto.report.summary import Summary, duration, named, size, summarize
-from lens_auto.report.text import console, render
+from lens_auto.report.text import console, render, render_doctor
 
 ROOT = Path(__file__).parent.parent
 
@@ -349,12 +352,23 @@ def test_help_and_version() -> None:
 
 def test_doctor() -> None:
     done = command("doctor", "--json", NEMO_LENS_SPAN_GROUPS="nonsense")
-    found = json.loads(done.stdout)
-    assert any("NEMO_LENS_SPAN_GROUPS" in problem for problem in found["problems"])
     assert done.returncode == 1
-    done = command("doctor", NEMO_LENS_SPAN_GROUPS="nonsense")
-    assert "NEMO_LENS_SPAN_GROUPS='nonsense'" in done.stdout
-    assert "Would be patched" in done.stdout
+    found = json.loads(done.stdout)
+    assert any("NEMO_LENS_SPAN_GROUPS='nonsense'" in problem for problem in found["problems"])
+    shown = text_of(lambda out: render_doctor(found, out))
+    assert shown.splitlines()[0] == f"{len(found['problems'])} problem{'s' if len(found['problems']) > 1 else ''}:"
+    assert "NEMO_LENS_SPAN_GROUPS='nonsense'" in shown
+    assert "torch.autograd: backward" in shown
+    healthy = text_of(lambda out: render_doctor({**found, "problems": []}, out))
+    assert healthy.startswith("No problem found: lens-auto would record a training program here.\n")
+
+
+def text_of(draw: Callable[[Console], None]) -> str:
+    """What is printed where there is no terminal."""
+    out = console()
+    out.file = io.StringIO()
+    draw(out)
+    return out.file.getvalue()
 
 
 # --- damage at random -------------------------------------------------------------------------------------------------
@@ -397,10 +411,7 @@ def test_damage_never_breaks_report_or_export(
     run = RunDirectory(run_dir)
     summary = summarize(run, load(run))
     json.dumps(summary.to_json())
-    with open(os.devnull, "w") as nowhere:
-        out = console()
-        out.file = nowhere
-        render(summary, out)
+    assert text_of(lambda out: render(summary, out)).startswith(summary.verdict)
     ids = [span.span_id for made in run_spans(run) for span in made.spans]
     assert len(ids) == len(set(ids))
     for line, _ in otlp_json.lines(run_spans(run)):

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.child import leave_result, report_progress
-from benchmarks.timing import median_interval
+from benchmarks.timing import block_ratio
 from lens_auto import guard, runtime
 from lens_auto.groups import TrainingSpanGroup
 
@@ -93,7 +93,7 @@ def timed_block(training: Training) -> np.ndarray:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("groups", help="span groups that are on in the on blocks")
+    parser.add_argument("groups", help="span groups that are on in the on blocks; none: off as well, which shows the noise")
     parser.add_argument("--collectives", type=int, default=0, help="extra all_reduce calls in an iteration")
     parser.add_argument("--budget", type=float, required=True, help="ratio that is allowed")
     parser.add_argument("--seconds", type=float, default=75, help="at most this long")
@@ -103,15 +103,15 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    groups = TrainingSpanGroup.resolve(arguments.groups)
+    groups = None if arguments.groups == "none" else TrainingSpanGroup.resolve(arguments.groups)
     dist.init_process_group("gloo")
     training = Training(arguments.collectives)
     for state in (groups, None):
         switch(state)
         timed_block(training)
 
-    on_ns: list[float] = []
-    off_ns: list[float] = []
+    on_ns: list[np.ndarray] = []
+    off_ns: list[np.ndarray] = []
     records = 0
     begun_s, begun_cpu_ns = time.monotonic(), housekeeper_cpu_ns()
     go_on = torch.ones(1)
@@ -121,14 +121,13 @@ def main() -> None:
             for state in order:
                 before = runtime.recorder.written() if runtime.recorder is not None else 0
                 switch(state)
-                median = float(np.median(timed_block(training)))
-                (off_ns if state is None else on_ns).append(median)
+                (off_ns if state is None else on_ns).append(timed_block(training))
                 if state is not None and runtime.recorder is not None:
                     records += runtime.recorder.written() - before
         if dist.get_rank() == 0:
             share = (time.monotonic() - begun_s) / arguments.seconds
             report_progress(min(1.0, share))
-            _, low, high = median_interval(np.array(on_ns) / np.array(off_ns), share=0.99)
+            _, low, high = block_ratio(np.array(on_ns), np.array(off_ns), share=0.99)
             clear = len(on_ns) >= arguments.min_pairs and not low <= arguments.budget <= high
             go_on[0] = 0 if clear or share >= 1 else 1
         dist.broadcast(go_on, 0)
@@ -136,8 +135,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         leave_result(
             {
-                "on_ns": on_ns,
-                "off_ns": off_ns,
+                "on_ns": np.array(on_ns).tolist(),
+                "off_ns": np.array(off_ns).tolist(),
                 "records": records / (BLOCK * len(on_ns)),
                 "faults": guard.fault_count(),
                 "housekeeper": cpu_ns / (spent_s * 1e9),

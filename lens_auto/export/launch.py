@@ -15,9 +15,7 @@ import time
 from lens_auto.recorder import spool
 
 LOCK_NAME = "exporter.lock"
-SENDING_NAME = (
-    "sending"  # a file for each writer that the exporter is not done with; it holds its run_dir
-)
+SENDING_NAME = "sending"  # a file for each writer that the exporter is not done with; it holds its run_dir
 LOG_NAME = "exporter.log"
 LOOK_EVERY_S = 2.0
 START_PATIENCE_S = 10.0  # a started exporter imports the SDK before it takes the lock

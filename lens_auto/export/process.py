@@ -263,7 +263,7 @@ class Exporter:
                 low = min((each.position.low for each in progresses), default=0)
                 done = bool(progresses) and all(each.finished for each in progresses)
             if lanes:
-                _remove_segments(writer, low // SEGMENT_RECORDS, done)
+                remove_segments(writer, low // SEGMENT_RECORDS, done)
             if done:
                 unregister(self._run_folder, writer.name)
             all_done = all_done and done
@@ -275,7 +275,7 @@ def _written(writer: WriterFiles) -> int:
     return max(writer.last_segment - 1, 0) * SEGMENT_RECORDS
 
 
-def _remove_segments(writer: WriterFiles, before: int, whole: bool) -> None:
+def remove_segments(writer: WriterFiles, before: int, whole: bool) -> None:
     for folder in writer.folders:
         try:
             names = [entry.name for entry in os.scandir(folder) if entry.name.endswith(".seg")]
