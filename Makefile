@@ -16,7 +16,7 @@ DEV_STAMP := $(VENV)/.stamp-dev
 REQUIREMENTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types bench clean
+.PHONY: help demo test lint types bench scale clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -43,6 +43,9 @@ types: $(DEV_STAMP) ## type-check lens_auto and instrumentors (strict)
 
 bench: $(TEST_STAMP) ## measure the overhead beside its budgets; fails where one is missed
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+scale: $(TEST_STAMP) ## measure agreement and carrier at 2, 8 and 64 processes (store and gloo only)
+	$(BIN)/python -m benchmarks.scale
 
 clean: ## remove .venv, caches, build outputs and the demo's runs
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis lens-runs/demo-*

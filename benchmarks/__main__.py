@@ -28,7 +28,7 @@ GROUPS: tuple[tuple[str, ModuleType], ...] = (
     ("memory", memory),
     ("training", training),
 )
-_STYLES = {"ok": "green", "MISSED": "bold red", "FAILED": "bold red", "not built yet": "dim"}
+_STYLES = {"ok": "green", "MISSED": "bold red", "FAILED": "bold red", "not measured yet": "dim"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,7 +69,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _measure(wanted: list[Budget], quick: bool) -> dict[str, Measurement]:
     """Measures group by group; a group that fails takes only its own rows with it."""
-    names = frozenset(each.name for each in wanted if each.built)
+    names = frozenset(each.name for each in wanted if each.measured)
     needed = [(label, module) for label, module in GROUPS if names & frozenset(module.NAMES)]
     found: dict[str, Measurement] = {}
     console = Console(stderr=True)
@@ -111,7 +111,7 @@ def _list() -> Table:
     table.add_column("budget", justify="right", no_wrap=True)
     table.add_column("what")
     for each in BUDGETS:
-        table.add_row(each.name, _limit(each), each.what + ("" if each.built else " (not built yet)"))
+        table.add_row(each.name, _limit(each), each.what + ("" if each.measured else " (not measured yet)"))
     return table
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,14 @@ def report_progress(share: float) -> None:
 def leave_result(result: Any) -> None:
     """In a program: hand the result to who started it."""
     Path(os.environ[RESULT_VARIABLE]).write_text(json.dumps(result))
+
+
+def _reason(said: Sequence[str]) -> str:
+    """The last line that looks like an exception: what a launcher prints after it says nothing."""
+    for line in reversed(said):
+        if re.search(r"\b\w+(Error|Exception)\b", line) and "ChildFailedError" not in line:
+            return line.strip()
+    return " | ".join(said[-3:]) or "it said nothing"
 
 
 def run(
@@ -99,5 +108,5 @@ def run(
                     process.kill()
                     process.wait()
         if status != 0 or not result.exists():
-            raise ChildError(f"exit status {status}; it said last: " + " | ".join(said[-8:]))
+            raise ChildError(f"exit status {status}: {_reason(said)}")
         return json.loads(result.read_text())

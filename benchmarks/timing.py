@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,22 +64,55 @@ def over(values: np.ndarray, bare: np.ndarray) -> tuple[float, float]:
     return undisturbed_ns(values) - undisturbed_ns(bare), float(np.median(values - bare))
 
 
-def median_interval(values: np.ndarray, share: float = 0.95, draws: int = 2000) -> tuple[float, float, float]:
-    """The median, and the interval in which it lies with the given probability (bootstrap)."""
+class Interval(NamedTuple):
+    """An estimate, and where the true value lies with some probability."""
+
+    value: float
+    low: float
+    high: float
+
+    def tells(self, limit: float) -> bool:
+        """Whether it is clear on which side of the limit the true value lies."""
+        return self.high <= limit or self.low > limit
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def bootstrap(
+    statistic: Callable[..., float], *columns: np.ndarray, share: float = 0.95, draws: int = 1000
+) -> Interval:
+    """A statistic of observations (the first axis of each column), and its interval under resampling."""
     generator = np.random.default_rng(0)
-    medians = np.median(generator.choice(values, size=(draws, len(values))), axis=1)
-    low, high = np.quantile(medians, [(1 - share) / 2, (1 + share) / 2])
-    return float(np.median(values)), float(low), float(high)
+    size = len(columns[0])
+    drawn = []
+    for _ in range(draws):
+        rows = generator.integers(0, size, size)
+        drawn.append(statistic(*(column[rows] for column in columns)))
+    low, high = np.quantile(drawn, [(1 - share) / 2, (1 + share) / 2])
+    return Interval(statistic(*columns), float(low), float(high))
 
 
-def block_ratio(on: np.ndarray, off: np.ndarray, share: float = 0.95) -> tuple[float, float, float]:
+def undisturbed_difference(values: np.ndarray, others: np.ndarray, share: float = 0.25) -> float:
+    """The difference between the means of the fastest observations of both."""
+    count = max(1, int(len(values) * share))
+    return float(np.mean(np.sort(values)[:count]) - np.mean(np.sort(others)[:count]))
+
+
+def block_ratios(on: np.ndarray, off: np.ndarray, share: float = 0.95) -> tuple[Interval, Interval]:
     """How much longer iterations take in blocks that are on than in the adjacent ones that are off.
 
     Args:
-        on, off: one row a block, one column an iteration; rows with the same index are adjacent in time.
-        share: the probability of the interval.
+        on, off: blocks, in pairs that are adjacent in time; for each two rows, wall and CPU time, a column an
+            iteration.
+        share: the probability of the intervals.
 
     Returns:
-        The ratio, and its interval: median over the pairs of blocks of the ratio of their median iterations.
+        By wall time and by CPU time: the median over the pairs of the ratio of their median iterations.
     """
-    return median_interval(np.median(on, axis=1) / np.median(off, axis=1), share)
+    ratios = np.median(on, axis=2) / np.median(off, axis=2)
+
+    def median(values: np.ndarray) -> float:
+        return float(np.median(values))
+
+    return bootstrap(median, ratios[:, 0], share=share), bootstrap(median, ratios[:, 1], share=share)

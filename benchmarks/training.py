@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks import child
 from benchmarks.budget import BY_NAME, Measurement
 from benchmarks.child import ChildError, Progress
-from benchmarks.timing import median_interval
+from benchmarks.timing import block_ratios
 
 NAMES = ("ddp-per-step", "ddp-all")
 
@@ -40,24 +40,26 @@ def _measure(name: str, quick: bool, progress: Progress) -> Measurement:
         *("-m", "benchmarks.programs.ddp", groups, "--collectives", str(collectives)),
         *("--budget", str(budget), "--seconds", str(seconds), "--min-pairs", "10" if quick else "20"),
     ]
-    result = child.run(command, {"NEMO_LENS_SPAN_GROUPS": groups}, progress, seconds + 90)
+    result = child.run(command, {"NEMO_LENS_SPAN_GROUPS": groups}, progress, seconds + 120)
     if result["records"] < least_records or result["faults"]:
         raise ChildError(f"{result['records']:.1f} records an iteration, {result['faults']} faults of hooks")
-    on_ns, off_ns = np.array(result["on_ns"]), np.array(result["off_ns"])
-    ratio, low, high = median_interval(on_ns / off_ns)
-    added_us = float(np.median(on_ns - off_ns)) / 1e3
+    on_ns, off_ns = np.array(result["on_ns"]), np.array(result["off_ns"])  # pair, wall or CPU, iteration
+    by_wall, by_cpu = block_ratios(on_ns, off_ns)
+    added_us = np.median(np.median(on_ns, axis=2) - np.median(off_ns, axis=2), axis=0) / 1e3
+    records = max(1.0, result["records"])
     detail = (
-        f"95 % [{low:.3f}, {high:.3f}], {len(on_ns)} pairs of blocks; off {np.median(off_ns) / 1e6:.1f} ms,"
-        f" on {added_us:+.0f} us for {result['records']:.0f} records; housekeeper"
-        f" {100 * result['housekeeper']:.2f} % of a core (in both)"
+        f"95 % [{by_wall.low:.3f}, {by_wall.high:.3f}], {len(on_ns)} pairs of blocks; by CPU time {by_cpu}; off"
+        f" {np.median(off_ns[:, 0]) / 1e6:.1f} ms; {added_us[1]:+.0f} us of CPU for {records:.0f} records;"
+        f" housekeeper {100 * result['housekeeper']:.2f} % of a core (in both)"
     )
-    profile = []
-    if ratio > budget:
-        profile.append(
-            f"{added_us / max(1.0, result['records']):.1f} us an iteration for each record: see hook-on, wait-watch"
+    if not by_wall.tells(budget) and by_cpu.high <= budget:
+        # CPU time leaves out the waiting, so that the same work is a larger share of it: an upper bound.
+        return Measurement(
+            by_cpu.value, f"by CPU time, an upper bound: the machine is too busy for wall time; wall {detail}"
         )
-        if low <= budget:
-            profile.append(
-                "the interval holds the budget: the machine is too busy to tell; run it again when it is quiet"
-            )
-    return Measurement(ratio, detail, profile)
+    profile = []
+    if by_wall.value > budget:
+        profile.append(f"{added_us[1] / records:.1f} us of CPU for each record: see hook-on and wait-watch")
+        if by_wall.low <= budget:
+            profile.append("the interval holds the budget: run it again when the machine is quiet")
+    return Measurement(by_wall.value, detail, profile)

@@ -1,9 +1,9 @@
 """`torch.distributed.pipelining`: microbatches of each stage, and what stages send to each other.
 
-A stage says which operations carry a microbatch's activation or gradient (`get_fwd_recv_ops` and its like); the schedule
-starts them (`_batch_p2p`), together with those of other microbatches and stages as it sees fit, and waits later. So an
-operation is remembered when the stage gives it out, and its record is written when the schedule starts it; the wait on
-its work, wherever that happens, completes the record.
+A stage says which operations carry a microbatch's activation or gradient (`get_fwd_recv_ops` and its like); the
+schedule starts them (`_batch_p2p`), together with those of other microbatches and stages as it sees fit, and waits
+later. So an operation is remembered when the stage gives it out, and its record is written when the schedule starts it;
+the wait on its work, wherever that happens, completes the record.
 
 Seen in 2.13. Up to 2.7 `_batch_p2p` gives one work for the whole list. Schedules that drive stages themselves, outside
 `step`, are not recorded here: their transfers are point-to-point operations like any other.
@@ -147,9 +147,9 @@ def _started(
                 call.write(recorder, state, transfer, start, end, flags, failure)
         works = result if isinstance(result, list) else [] if result is None else [result]
         if len(works) == len(given):
-            for work, transfer in zip(works, given, strict=True):
-                if transfer is not None and transfer.number >= 0:
-                    _pipeline.watch_too(work, transfer.number)
+            for work, its in zip(works, given, strict=True):
+                if its is not None and its.number >= 0:
+                    _pipeline.watch_too(work, its.number)
         else:  # one work for all of them
             for work in works:
                 for transfer in transfers:

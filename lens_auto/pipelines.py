@@ -10,8 +10,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,11 +24,10 @@ from opentelemetry.sdk.trace import SpanProcessor, TracerProvider, sampling
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter, SpanExportResult
 
 from lens_auto import sdk_exporters
+from lens_auto.destinations import CONSOLE, FILE, LOGS, METRICS, OTLP, TRACES
 from lens_auto.semconv import NEMO_SPAN_TRUNCATED
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from opentelemetry.context import Context
     from opentelemetry.sdk._logs import LoggerProvider
     from opentelemetry.sdk.trace import ReadableSpan, Span
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("lens_auto")
 
-TRACES, METRICS, LOGS = "traces", "metrics", "logs"
-CONSOLE, FILE, OTLP, NONE = "console", "lens_file", "otlp", "none"
 _BY_PROTOCOL = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
 _MAX_OPEN_SPANS = 10_000
 _KEPT_SHARE = 0.3  # of the time for shutdown: what is left to write down spans that could not be sent
@@ -99,12 +97,12 @@ class Pipeline:
         self.meter_provider: MeterProvider | None = None
         self.logger_provider: LoggerProvider | None = None
         self._keepers: list[_KeepsUnsent] = []
-        self._ends: list[_ParkedCall] = []
+        self._ends: list[_Call] = []
         os.register_at_fork(after_in_child=self._after_fork)
 
     def _after_fork(self) -> None:
         for end in self._ends:
-            end.park()
+            end.after_fork()
 
     def add_traces(self, plan: Plan) -> None:
         """Build the tracer provider of a plan."""
@@ -125,7 +123,7 @@ class Pipeline:
             for name in plan.traces:
                 self._add_span_exporter(provider, name, plan)
         self.tracer_provider = provider
-        self._ends.append(_ParkedCall("traces", provider.shutdown))
+        self._end(TRACES, provider.shutdown, plan.span_exporter is not None or _is_remote(plan.traces))
 
     def _add_span_exporter(self, provider: TracerProvider, name: str, plan: Plan) -> None:
         # What goes to the console or a file goes at once: nothing of it is lost with the process.
@@ -148,7 +146,7 @@ class Pipeline:
             readers = [_metric_reader(name, plan) for name in plan.metrics]
         provider = MeterProvider(readers, Resource.create(dict(plan.resource)), shutdown_on_exit=False)
         self.meter_provider = provider
-        self._ends.append(_ParkedCall("metrics", provider.shutdown))
+        self._end(METRICS, provider.shutdown, plan.metric_reader is not None or _is_remote(plan.metrics))
 
     def add_logs(self, plan: Plan) -> None:
         """Build the logger provider of a plan."""
@@ -160,26 +158,31 @@ class Pipeline:
             provider.add_log_record_processor(processor)
         for name in plan.logs:
             if name == CONSOLE:
-                provider.add_log_record_processor(SimpleLogRecordProcessor(sdk_exporters.console_log_exporter()))
+                provider.add_log_record_processor(SimpleLogRecordProcessor(sdk_exporters.ConsoleLogExporter()))
             elif name == FILE:
                 exporter = sdk_exporters.FileLogExporter(plan.file(LOGS))
                 provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
             else:
                 provider.add_log_record_processor(BatchLogRecordProcessor(make_exporter(LOGS, name)))
         self.logger_provider = provider
-        self._ends.append(_ParkedCall("logs", provider.shutdown))
+        self._end(LOGS, provider.shutdown, _is_remote(plan.logs))
+
+    def _end(self, name: str, work: Callable[[], Any], may_block: bool) -> None:
+        self._ends.append(_ParkedCall(name, work) if may_block else _Call(name, work))
 
     def flush(self, timeout_ms: float) -> bool:
         """Export what is waiting. False where that took longer, or an exporter gave up."""
         deadline = time.monotonic() + timeout_ms / 1000
+        providers = (self.tracer_provider, self.meter_provider, self.logger_provider)
         calls = [
-            _ParkedCall("flush", lambda each=each: each.force_flush(int(timeout_ms)))  # type: ignore[misc]
-            for each in (self.tracer_provider, self.meter_provider, self.logger_provider)
-            if each is not None
+            _ParkedCall("flush", partial(provider.force_flush, int(timeout_ms)))
+            for provider in providers
+            if provider is not None
         ]
         for call in calls:
             call.go()
-        return all([call.wait(deadline) and call.result is not False for call in calls])
+        ended = [call.wait(deadline) for call in calls]
+        return all(ended) and not any(call.result is False for call in calls)
 
     def shutdown(self, timeout_ms: float) -> list[str]:
         """End all signals at the same time: open spans are closed and marked, what is waiting is exported.
@@ -193,10 +196,13 @@ class Pipeline:
             end.go()
         if self._keepers:
             soft = began + timeout_ms / 1000 * (1 - _KEPT_SHARE)
-            if not all([end.wait(soft) for end in self._ends]):
-                for keeper in self._keepers:
-                    keeper.give_up()
-        return [end.name for end in self._ends if not end.wait(deadline)]
+            late = [end.name for end in self._ends if not end.wait(soft)]
+            for keeper in self._keepers if late else ():
+                keeper.give_up()
+        late = [end.name for end in self._ends if not end.wait(deadline)]
+        for keeper in self._keepers if late else ():
+            keeper.keep()
+        return late
 
     def update_resource(self, attributes: Mapping[str, Any]) -> bool:
         """Add to the resource of spans made from now on; False where this SDK cannot."""
@@ -232,22 +238,8 @@ def build(plan: Plan) -> Pipeline:
 # --- exporters, sampler, ids ------------------------------------------------------------------------------------------
 
 
-def exporter_names(signal: str, environ: Mapping[str, str] = os.environ) -> list[str] | None:
-    """What `OTEL_<SIGNAL>_EXPORTER` names; None where it is unset or blank. `none` is an empty list."""
-    text = environ.get(f"OTEL_{signal.upper()}_EXPORTER", "").strip()
-    if not text:
-        return None
-    return [name for name in dict.fromkeys(part.strip() for part in text.split(",")) if name and name != NONE]
-
-
-def endpoint_is_set(signal: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether an OTLP endpoint is configured for a signal, by its own variable or the general one."""
-    names = ("OTEL_EXPORTER_OTLP_ENDPOINT", f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT")
-    return any(environ.get(name, "").strip() for name in names)
-
-
-def make_exporter(signal: str, name: str, environ: Mapping[str, str] = os.environ) -> Any:
-    """An exporter by its name among OpenTelemetry's entry points; `otlp` by the protocol configured, else grpc.
+def exporter_factory(signal: str, name: str, environ: Mapping[str, str] = os.environ) -> Callable[[], Any]:
+    """What makes an exporter of a name among OpenTelemetry's entry points; `otlp` is by the protocol, else grpc.
 
     Raises:
         UnknownExporter: the name or protocol is not there.
@@ -262,9 +254,14 @@ def make_exporter(signal: str, name: str, environ: Mapping[str, str] = os.enviro
     points = entry_points(group=f"opentelemetry_{signal}_exporter")
     for point in points:
         if point.name == wanted:
-            return point.load()()
+            return cast("Callable[[], Any]", point.load())
     installed = ", ".join(sorted({point.name for point in points} | {CONSOLE, FILE}))
     raise UnknownExporter(f"{signal} exporter {name!r} is not installed; there are: {installed}")
+
+
+def make_exporter(signal: str, name: str) -> Any:
+    """An exporter of a name. Raises UnknownExporter as `exporter_factory` does."""
+    return exporter_factory(signal, name)()
 
 
 def _metric_reader(name: str, plan: Plan) -> MetricReader:
@@ -355,59 +352,95 @@ class _KeepsUnsent(SpanExporter):
     def __init__(self, exporter: SpanExporter, file: sdk_exporters.JsonLinesFile) -> None:
         self._exporter = exporter
         self._file = file
+        self._ended = False
+        self._sending: Sequence[ReadableSpan] = ()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        try:
-            result = self._exporter.export(spans)
-        except Exception:
-            logger.debug("lens-auto: exporting spans failed", exc_info=True)
-            result = SpanExportResult.FAILURE
+        result = SpanExportResult.FAILURE
+        if not self._ended:
+            self._sending = spans
+            try:
+                result = self._exporter.export(spans)
+            except Exception:
+                logger.debug("lens-auto: exporting spans failed", exc_info=True)
+            kept, self._sending = not self._sending, ()
+            if kept:
+                return SpanExportResult.SUCCESS
         if result is not SpanExportResult.SUCCESS and self._file.write(sdk_exporters.spans_line(spans)):
             return SpanExportResult.SUCCESS
         return result
 
     def give_up(self) -> None:
         """End retries now: what is waiting goes to the file."""
-        self._exporter.shutdown()
+        if not self._ended:
+            self._ended = True
+            self._exporter.shutdown()
+
+    def keep(self) -> None:
+        """Write down what hangs in the network: the process ends now."""
+        spans, self._sending = self._sending, ()
+        if spans:
+            self._file.write(sdk_exporters.spans_line(spans))
 
     def shutdown(self) -> None:
-        self._exporter.shutdown()
+        self.give_up()
         self._file.close()
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
         return self._exporter.force_flush(timeout_millis)
 
 
-class _ParkedCall:
-    """A call made by a thread that was started long before: at an interpreter's exit Python (3.12) starts none."""
+class _Call:
+    """A provider's end."""
 
     def __init__(self, name: str, work: Callable[[], Any]) -> None:
         self.name = name
         self.result: Any = None
         self._work = work
-        self.park()
-
-    def park(self) -> None:
-        """Start the thread; in a forked child again, where it is not."""
-        self._begin = threading.Event()
         self._done = threading.Event()
-        threading.Thread(target=self._run, name=f"lens-end-{self.name}", daemon=True).start()
 
-    def _run(self) -> None:
-        self._begin.wait()
+    def go(self) -> None:
+        """Make the call. A second one finds nothing left to do, or is refused by the provider."""
         try:
             self.result = self._work()
         except Exception:
             logger.debug("lens-auto: %s did not end well", self.name, exc_info=True)
         self._done.set()
 
-    def go(self) -> None:
-        """Make the call; once."""
-        self._begin.set()
-
     def wait(self, deadline: float) -> bool:
         """Whether it returned before a point of `time.monotonic()`."""
         return self._done.wait(max(0.0, deadline - time.monotonic()))
+
+    def after_fork(self) -> None:
+        """Be ready again in a forked child."""
+        self._done = threading.Event()
+
+
+class _ParkedCall(_Call):
+    """A call made by a thread that was started long before: at an interpreter's exit Python (3.12) starts none."""
+
+    def __init__(self, name: str, work: Callable[[], Any]) -> None:
+        super().__init__(name, work)
+        self._park()
+
+    def _park(self) -> None:
+        self._begin = threading.Event()
+        threading.Thread(target=self._run, name=f"lens-end-{self.name}", daemon=True).start()
+
+    def _run(self) -> None:
+        self._begin.wait()
+        super().go()
+
+    def go(self) -> None:
+        self._begin.set()
+
+    def after_fork(self) -> None:
+        super().after_fork()
+        self._park()
+
+
+def _is_remote(exporters: Sequence[str]) -> bool:
+    return any(name not in (CONSOLE, FILE) for name in exporters)
 
 
 def clean_attributes(attributes: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
@@ -415,7 +448,7 @@ def clean_attributes(attributes: Mapping[str, Any] | None, what: str) -> dict[st
     kept: dict[str, Any] = {}
     left_out: list[str] = []
     for key, value in (attributes or {}).items():
-        if isinstance(key, str) and key and _holds(value):
+        if key and _holds(value):
             kept[key] = list(value) if isinstance(value, (tuple, set, frozenset)) else value
         elif value is not None:
             left_out.append(f"{key} ({type(value).__name__})")

@@ -1,4 +1,4 @@
-"""Where spans, metrics and logs of OpenTelemetry's SDK go without a network: JSON lines on standard output or in a file.
+"""Where spans, metrics and logs of OpenTelemetry's SDK go without a network: JSON lines on the console or in a file.
 
 Needs the SDK, so only a process that makes such spans imports this. Records of training take another way: `export/`.
 """
@@ -16,19 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import orjson
-from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
+from opentelemetry.sdk._logs.export import LogRecordExporter, LogRecordExportResult
+from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, MetricExporter, MetricExportResult, MetricsData
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import StatusCode, format_span_id, format_trace_id
 
 from lens_auto.export.console import iso_time
 
-try:  # up to 1.38 the exporter's names had no "Record" in them
-    from opentelemetry.sdk._logs.export import LogRecordExporter, LogRecordExportResult
-except ImportError:  # pragma: no cover
-    from opentelemetry.sdk._logs.export import LogExporter as LogRecordExporter  # type: ignore
-    from opentelemetry.sdk._logs.export import LogExportResult as LogRecordExportResult
-
 if TYPE_CHECKING:
+    from opentelemetry.sdk._logs import ReadableLogRecord
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import Event, ReadableSpan
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
@@ -115,8 +111,8 @@ class JsonLinesFile:
         if not self._told:
             self._told = True
             logger.warning(
-                "lens-auto: %r cannot be written (%s); spans of this process are dropped until it can; NEMO_LENS_RUN_DIR"
-                " names another run directory",
+                "lens-auto: %r cannot be written (%s); spans of this process are dropped until it can;"
+                " NEMO_LENS_RUN_DIR names another run directory",
                 error.filename or self._path,
                 error.strerror or error,
             )
@@ -185,9 +181,13 @@ class FileLogExporter(LogRecordExporter):
         """Closes the file."""
         self.file.close()
 
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Nothing is held back."""
+        return True
+
 
 def _message_line(message: Any) -> bytes:
-    from google.protobuf.json_format import MessageToDict
+    from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
 
     return _dump(_with_hexadecimal_ids(MessageToDict(message, use_integers_for_enums=True)))
 
@@ -228,21 +228,39 @@ def print_line(line: bytes) -> None:
     sys.stdout.flush()
 
 
+class ConsoleLogExporter(LogRecordExporter):
+    """Log records on standard output, one compact JSON object a line, their ids written as spans have them."""
+
+    def export(self, batch: Sequence[ReadableLogRecord]) -> LogRecordExportResult:
+        """One line for each record."""
+        for each in batch:
+            print_line(_dump(_console_log(each)))
+        return LogRecordExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        """Nothing is open."""
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Nothing is held back."""
+        return True
+
+
 def console_metric_exporter() -> MetricExporter:
     """Metrics on standard output, one compact JSON object for each collection."""
-    from opentelemetry.sdk.metrics.export import ConsoleMetricExporter
-
-    return ConsoleMetricExporter(formatter=lambda data: data.to_json(indent=None) + "\n")
+    return ConsoleMetricExporter(out=sys.stdout, formatter=lambda data: data.to_json(indent=None) + "\n")
 
 
-def console_log_exporter() -> LogRecordExporter:
-    """Log records on standard output, one compact JSON object a line."""
-    try:
-        from opentelemetry.sdk._logs.export import ConsoleLogRecordExporter
-    except ImportError:  # pragma: no cover - up to 1.38
-        from opentelemetry.sdk._logs.export import ConsoleLogExporter as ConsoleLogRecordExporter  # type: ignore
-
-    return ConsoleLogRecordExporter(formatter=lambda record: record.to_json(indent=None) + "\n")
+def _console_log(each: ReadableLogRecord) -> dict[str, Any]:
+    record = each.log_record
+    return {
+        "trace_id": format_trace_id(record.trace_id) if record.trace_id else None,
+        "span_id": format_span_id(record.span_id) if record.span_id else None,
+        "time": iso_time(record.timestamp or record.observed_timestamp or 0),
+        "severity": record.severity_text,
+        "body": record.body,
+        "attributes": dict(record.attributes or {}),
+        "resource": {"attributes": dict(each.resource.attributes)},
+    }
 
 
 def _console_object(span: ReadableSpan) -> dict[str, Any]:
@@ -388,8 +406,9 @@ def _value(value: Any) -> dict[str, Any]:
 def _dump(value: Any) -> bytes:
     try:
         return orjson.dumps(value, default=_plain, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
-    except (TypeError, ValueError):  # lone surrogates, integers of more than 64 bits: the standard library takes them
-        return json.dumps(value, default=_plain, separators=(",", ":")).encode() + b"\n"
+    except (TypeError, ValueError):  # integers of more than 64 bits; lone surrogates, which become question marks
+        text = json.dumps(value, default=_plain, separators=(",", ":"), ensure_ascii=False)
+        return text.encode("utf-8", "replace") + b"\n"
 
 
 def _plain(value: Any) -> Any:

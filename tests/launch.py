@@ -1,8 +1,8 @@
 """Start real programs under a launch way, each isolated from every other run, and see what they leave behind.
 
 A run has a folder of its own: the program's working directory, its run directories below it, its spool. Every process
-of a run carries a mark in its environment; by it a run that hangs is ended whole (torchrun puts workers into sessions of
-their own), and a test can see that no process outlived its run.
+of a run carries a mark in its environment; by it a run that hangs is ended whole (torchrun puts workers into sessions
+of their own), and a test can see that no process outlived its run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,25 @@ def run_ranks(main, size):
         rank.start()
     for rank in ranks:
         rank.join()
-    sys.exit(max(abs(rank.exitcode) for rank in ranks))
+    worst = max(abs(rank.exitcode) for rank in ranks)
+    if worst:
+        sys.exit(worst)
+"""
+
+
+# Put before a program that imports torch first and then calls `instrument()`, if need be in a forked child.
+INSTRUMENT_HERE = """
+from importlib.metadata import entry_points
+_instrumentors = [
+    entry_point.load()
+    for entry_point in entry_points(group="opentelemetry_instrumentor")
+    if entry_point.value.startswith("instrumentors.")
+]
+def instrument():
+    made = [instrumentor() for instrumentor in _instrumentors]
+    for each in made:
+        each.instrument()
+    return made
 """
 
 

@@ -1,4 +1,4 @@
-"""Bad input costs one clear line: the value, what is valid, what happens now. The job runs on, its exit status its own."""
+"""Bad input costs one clear line: the value, what is valid, what happens now. The job runs on, with its own status."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launch import CLOSING, PYTHON, Launcher, Run
+from launch import CLOSING, RUN_RANKS, Launcher, Run
 from records import read_run
 
 from lens_auto.groups import TrainingSpanGroup
@@ -39,7 +39,8 @@ def check_job(run: Run) -> None:
 
 
 def test_unknown_group_and_boolean(launch: Launcher) -> None:
-    run = launch.instrumented(TRAIN, env={"NEMO_LENS_SPAN_GROUPS": "default,comunication", "NEMO_LENS_DISABLED": "maybe"})
+    bad = {"NEMO_LENS_SPAN_GROUPS": "default,comunication", "NEMO_LENS_DISABLED": "maybe"}
+    run = launch.instrumented(TRAIN, env=bad)
     check_job(run)
     assert len(run.lines) == 3, run.stderr
     boolean = next(line for line in run.lines if "NEMO_LENS_DISABLED" in line)
@@ -59,7 +60,7 @@ def test_unknown_group_and_boolean(launch: Launcher) -> None:
 
 def test_bad_values_are_told_once_for_all_processes(launch: Launcher) -> None:
     """A launcher and its children read the same environment; one line is enough."""
-    source = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '']); subprocess.run({[*PYTHON, '-c', '']})"
+    source = "import subprocess, sys; [subprocess.run([sys.executable, '-c', '']) for _ in range(2)]"
     run = launch.instrumented(source, env={"NEMO_LENS_QUIET": "perhaps"})
     assert run.code == 0
     assert run.lines == [
@@ -97,12 +98,16 @@ def test_run_directory_below_a_file(launch: Launcher) -> None:
 
 def test_run_directory_of_another_run(launch: Launcher) -> None:
     """Two runs are never merged: the second gets a suffix."""
-    for expected in ("same", "same-2"):
-        run = launch.instrumented(TRAIN, env={"NEMO_LENS_RUN_DIR": "same"})
-        check_job(run)
-        assert run.lines == [CLOSING + expected]
+    train = textwrap.indent(TRAIN.replace("sys.exit(7)", ""), "    ")
+    runs = 'for run_id in ("a", "b"):\n    os.environ["NEMO_LENS_RUN_ID"] = run_id\n    run_ranks(main, 1)\n'
+    source = f"{RUN_RANKS}import torch\nimport torch._dynamo\ndef main(rank):\n{train}\n{runs}"
+    run = launch.instrumented(source, env={"NEMO_LENS_RUN_DIR": "same"})
+    assert run.code == 0, run.stderr
+    assert run.lines == [f"{CLOSING}same", f"{CLOSING}same-2"]
+    for run_id, expected in (("a", "same"), ("b", "same-2")):
         (writer,) = read_run(launch.cwd / expected)
         assert writer.info["run_dir"] == str(launch.cwd / expected)
+        assert writer.info["run_id"] == run_id
     assert run.spooled == []
 
 
@@ -144,7 +149,8 @@ def test_no_room_in_the_run_directory(launch: Launcher, mount: Callable[[str], P
     run = launch.instrumented(TRAIN, env={"NEMO_LENS_RUN_DIR": str(wanted)})
     check_job(run)
     assert len(run.lines) == 2, run.stderr
-    assert run.lines[0].startswith(f"lens-auto: the run directory {str(wanted)!r} takes no more (No space left on device)")
+    told = f"lens-auto: the run directory {str(wanted)!r} takes no more (No space left on device)"
+    assert run.lines[0].startswith(told)
     place = Path(run.lines[1].removeprefix(CLOSING))
     (writer,) = read_run(place)
     assert len(writer.iterations) == STEPS

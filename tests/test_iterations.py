@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 
 import pytest
-from launch import PYTHON, Launcher, Run
+from launch import INSTRUMENT_HERE, PYTHON, Launcher, Run
 from records import Writer, read_run
 
 from lens_auto.recorder.layout import Flag, Kind, Phase
@@ -200,19 +200,21 @@ for name, setting in NAMES.items():
     assert child.exitcode == 0, name
 """
 
-# Here the instrumentors start in the child, so that each has its own setting.
-INSTRUMENT_CHILD = """
-def START():
-    from importlib.metadata import entry_points
-    for entry_point in entry_points(group="opentelemetry_instrumentor"):
-        if entry_point.value.startswith("instrumentors."):
-            entry_point.load()().instrument()
-"""
-
-ALONE = (
-    "dcgan actor_critic optimizer_per_parameter optimizer_in_backward accumulation lbfgs grad_scaler grad_scaler_unscaled"
-    " evaluation scheduler step_raises last_step_raises critic_steps"
-).split()
+ALONE = [
+    "dcgan",
+    "actor_critic",
+    "optimizer_per_parameter",
+    "optimizer_in_backward",
+    "accumulation",
+    "lbfgs",
+    "grad_scaler",
+    "grad_scaler_unscaled",
+    "evaluation",
+    "scheduler",
+    "step_raises",
+    "last_step_raises",
+    "critic_steps",
+]
 SETTINGS = {
     "critic_steps.first": "first",
     "critic_steps.last": "last",
@@ -341,8 +343,8 @@ def test_critic_steps_by_repetition(zero_code: Run) -> None:
 
 @pytest.fixture(scope="module")
 def with_settings(launch_once: Launcher) -> Run:
-    """Scenarios that need NEMO_LENS_ITERATION_OPTIMIZER, instrumented in the child after torch was imported."""
-    source = SCENARIOS + INSTRUMENT_CHILD + f"NAMES = {SETTINGS}\n" + EACH
+    """Scenarios that need NEMO_LENS_ITERATION_OPTIMIZER, each instrumented in its child, after torch was imported."""
+    source = SCENARIOS + INSTRUMENT_HERE + f"START = instrument\nNAMES = {SETTINGS}\n" + EACH
     program = launch_once.program(source, "settings.py")
     run = launch_once.run(*PYTHON, program)
     assert run.code == 0, run.stderr

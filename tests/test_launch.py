@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from launch import CLOSING, RUN_RANKS, INSTRUMENT, PYTHON, TORCHRUN, Launcher, Run, free_port
+from launch import CLOSING, INSTRUMENT, INSTRUMENT_HERE, PYTHON, RUN_RANKS, TORCHRUN, Launcher, Run, free_port
 from records import Writer, read_run
 
 from lens_auto.recorder.layout import Flag, Kind
@@ -76,9 +76,7 @@ def test_torchrun(launch: Launcher) -> None:
 
 def test_python_m_torch_distributed_run(launch: Launcher) -> None:
     program = launch.program(TRAIN_HERE)
-    run = launch.run(
-        *INSTRUMENT, *PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program
-    )
+    run = launch.run(*INSTRUMENT, *PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program)
     check_two_ranks(run)
 
 
@@ -136,18 +134,6 @@ def test_one_process_without_distributed(launch: Launcher) -> None:
     ] * 3
 
 
-INSTRUMENT_ALL = """
-from importlib.metadata import entry_points
-instrumentors = [
-    entry_point.load()()
-    for entry_point in entry_points(group="opentelemetry_instrumentor")
-    if entry_point.value.startswith("instrumentors.")
-]
-for instrumentor in instrumentors:
-    instrumentor.instrument()
-"""
-
-
 def test_instrument_after_torch_was_imported(launch: Launcher) -> None:
     """Names that were bound before are ours as well, the same object under all of them."""
     bound_before = """
@@ -157,6 +143,7 @@ def test_instrument_after_torch_was_imported(launch: Launcher) -> None:
     bare = [all_reduce]
     """
     source = """
+    instrument()
     assert all_reduce is dist.all_reduce is dist.distributed_c10d.all_reduce
     assert all_reduce.__wrapped__ is bare[0]
 
@@ -180,7 +167,7 @@ def test_instrument_after_torch_was_imported(launch: Launcher) -> None:
 
     run_ranks(main, 2)
     """
-    program = launch.program(RUN_RANKS + textwrap.dedent(bound_before) + INSTRUMENT_ALL + textwrap.dedent(source))
+    program = launch.program(RUN_RANKS + textwrap.dedent(bound_before) + INSTRUMENT_HERE + textwrap.dedent(source))
     run = launch.run(*PYTHON, program, env={"NEMO_LENS_SPAN_GROUPS": "all"})
     for writer in check_two_ranks(run):
         operations = [(row.name, row.peer) for row in writer.of(Kind.COLLECTIVE, Kind.SEND, Kind.RECV)]
@@ -191,7 +178,7 @@ def test_instrument_after_torch_was_imported(launch: Launcher) -> None:
 def test_program_without_torch(launch: Launcher) -> None:
     source = """
     import json, logging, sys, threading
-    seen = [name for name in sys.modules if name.split(".")[0] in ("torch", "numpy") or name.startswith("opentelemetry.sdk")]
+    seen = [name for name in sys.modules if name.startswith(("torch", "numpy", "opentelemetry.sdk"))]
     print(json.dumps({"threads": [thread.name for thread in threading.enumerate()], "modules": seen}))
     """
     run = launch.instrumented(source).check(run_dirs=0)

@@ -240,15 +240,15 @@ def test_a_large_request_passes(protocol: Protocol) -> None:
     spans = make_spans(1)
     request = trace_service_pb2.ExportTraceServiceRequest()
     scope = request.resource_spans.add().scope_spans.add()
-    for index in range(20_000):
-        scope.spans.add(name="x" * 400, span_id=index.to_bytes(8, "big"), trace_id=bytes(16))
+    for index in range(2_000):
+        scope.spans.add(name="x" * 4_000, span_id=index.to_bytes(8, "big"), trace_id=bytes(16))
     with Receiver(protocol) as receiver:
         if protocol == "http":
             assert post(receiver, "/v1/traces", request.SerializeToString()).status == 200
         else:
             with grpc.insecure_channel(f"127.0.0.1:{receiver.port}") as channel:
                 trace_service_pb2_grpc.TraceServiceStub(channel).Export(request, timeout=5)
-        assert receiver.span_count == 20_000
+        assert receiver.span_count == 2_000
         assert receiver.spans() == plain_spans(request)
         assert export(receiver, spans)
 
@@ -307,13 +307,13 @@ def test_down_and_up_again(protocol: Protocol) -> None:
 @both
 def test_hang(protocol: Protocol) -> None:
     first, lost, again, last = make_spans(4)
-    with Receiver(protocol) as receiver, exporter(receiver, timeout_s=0.3) as old:
+    with Receiver(protocol) as receiver, exporter(receiver, timeout_s=0.5) as old:
         assert old.export([first]) is SpanExportResult.SUCCESS
         receiver.hang()
         start = time.monotonic()
         assert not export(receiver, [lost], timeout_s=0.3)
         assert old.export([again]) is SpanExportResult.FAILURE  # also on the connection that was open before
-        assert 0.5 < time.monotonic() - start < 2
+        assert 0.5 < time.monotonic() - start < 4
         with connect(receiver) as silent:
             silent.settimeout(0.1)
             with pytest.raises(TimeoutError):
@@ -350,11 +350,11 @@ def test_reset(protocol: Protocol) -> None:
 def test_status_with_a_time_to_retry(protocol: Protocol, code: int) -> None:
     spans = make_spans(3)
     with Receiver(protocol) as receiver:
-        receiver.status(code, retry_after_s=0.25, times=2)
+        receiver.status(code, retry_after_s=0.15, times=2)
         assert receiver.fault == "status"
         start = time.monotonic()
         assert export(receiver, spans)
-        assert 0.5 <= time.monotonic() - start < 2
+        assert 0.3 <= time.monotonic() - start < 4
         assert receiver.fault == "ok"
         assert outcomes(receiver) == ["refused", "refused", "accepted"]
         assert receiver.span_ids() == Counter(ids(spans))
@@ -402,17 +402,17 @@ def test_slow(protocol: Protocol) -> None:
         receiver.slow(0.08)
         start = time.monotonic()
         assert export(receiver, spans)
-        assert 0.4 <= time.monotonic() - start < 2
+        assert 0.4 <= time.monotonic() - start < 4
         assert receiver.span_ids() == Counter(ids(spans))
 
 
 @both
 def test_a_client_that_gives_up_on_a_slow_one_has_sent_nothing(protocol: Protocol) -> None:
     spans = make_spans(5)
-    with Receiver(protocol) as receiver:
-        receiver.slow(0.2)
-        assert not export(receiver, spans, timeout_s=0.3)
-        time.sleep(1)
+    with Receiver(protocol) as receiver, exporter(receiver, timeout_s=0.2) as made:
+        receiver.slow(0.1)
+        assert made.export(spans) is SpanExportResult.FAILURE
+        time.sleep(0.5)
         assert receiver.spans() == []
         assert set(outcomes(receiver)) == {"abandoned"}
 
@@ -567,11 +567,14 @@ def test_it_ends_in_every_state(protocol: Protocol, tls: bool, fault: str) -> No
     FAULTS[fault](receiver)
     options = trusting(protocol, receiver.certificate) if receiver.certificate else {}
     with exporter(receiver, timeout_s=1.5, **options) as made, contextlib.ExitStack() as clients:
-        if fault != "down":
+        if fault not in ("down", "reset"):
             clients.enter_context(connect(receiver))
         sender = threading.Thread(target=made.export, args=(make_spans(1),))
         sender.start()
-        time.sleep(0.1)
+        if fault in ("ok", "drop_after_accept"):
+            receiver.wait_for(1)
+        else:
+            time.sleep(0.05)
         start = time.monotonic()
         receiver.close()
         assert time.monotonic() - start < 2

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-import textwrap
 
 import numpy as np
 import pytest
-from launch import INSTRUMENT, PYTHON, RUN_RANKS, Launcher, free_port
+from launch import CLOSING, INSTRUMENT, INSTRUMENT_HERE, PYTHON, RUN_RANKS, Launcher, free_port
 from records import read_run, read_spans
 
 from lens_auto.export.spans import Span
@@ -153,10 +152,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 def main(groups):
     os.environ.update(NEMO_LENS_SPAN_GROUPS=groups, NEMO_LENS_RUN_ID=groups)
-    from importlib.metadata import entry_points
-    for entry_point in entry_points(group="opentelemetry_instrumentor"):
-        if entry_point.value.startswith("instrumentors."):
-            entry_point.load()().instrument()
+    instrument()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -184,9 +180,11 @@ for groups in CHOSEN:
 @pytest.fixture(scope="module")
 def by_groups(launch_once: Launcher) -> dict[str, list[Span]]:
     """The spans of the same program with each choice of groups."""
-    program = launch_once.program(f"CHOSEN = {list(CHOSEN)}\n" + textwrap.dedent(EVERYTHING))
+    program = launch_once.program(INSTRUMENT_HERE + f"CHOSEN = {list(CHOSEN)}\n" + EVERYTHING)
     run = launch_once.run(*PYTHON, program)
     assert run.code == 0, run.stderr
+    assert sorted(run.lines) == [f"{CLOSING}lens-runs/{path.name}" for path in run.run_dirs], run.stderr
+    assert run.spooled == []
     return {path.name: read_spans(path).get(0, []) for path in run.run_dirs}
 
 

@@ -7,13 +7,19 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
+from lens_auto.destinations import CONSOLE, FILE, OTLP, TRACES, endpoint_is_set
+from lens_auto.destinations import exporter_names as named
+
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.sdk.trace.sampling import Sampler
 
 TRACES_GROUP = "opentelemetry_traces_exporter"
 SAMPLER_GROUP = "opentelemetry_traces_sampler"
-_BY_PROTOCOL = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
+GRPC, HTTP = "otlp_proto_grpc", "otlp_proto_http"
+LOCAL = frozenset({CONSOLE, FILE})  # what is sent there stays on this node
+_BY_PROTOCOL = {"grpc": GRPC, "http/protobuf": HTTP}
+_OWN = {"otlp": OTLP, "console": CONSOLE}  # NEMO_LENS_EXPORTER; its `file` is the run directory, without an exporter
 
 
 class UnknownExporter(ValueError):
@@ -21,13 +27,17 @@ class UnknownExporter(ValueError):
 
 
 def exporter_names(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Names in `OTEL_TRACES_EXPORTER`; unset: `otlp` where an endpoint is configured, else none."""
-    text = environ.get("OTEL_TRACES_EXPORTER", "").strip()
-    if text:
-        names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-        return [] if names == ["none"] else [name for name in names if name != "none"]
-    endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-    return ["otlp"] if any(environ.get(name) for name in endpoints) else []
+    """Whom the records of ranks are sent to; empty: they stay in the run directory.
+
+    What `OTEL_TRACES_EXPORTER` names, else `NEMO_LENS_EXPORTER`, else `otlp` where an endpoint is configured.
+    """
+    names = named(TRACES, environ)
+    if names is not None:
+        return names
+    own = environ.get("NEMO_LENS_EXPORTER", "").strip().lower()
+    if own in (*_OWN, "file"):
+        return [_OWN[own]] if own in _OWN else []
+    return [OTLP] if endpoint_is_set(TRACES, environ) else []
 
 
 def entry_point_name(name: str, environ: Mapping[str, str] = os.environ) -> str:
@@ -36,15 +46,15 @@ def entry_point_name(name: str, environ: Mapping[str, str] = os.environ) -> str:
     Raises:
         UnknownExporter: a protocol that is none of OTLP's.
     """
-    if name != "otlp":
+    if name != OTLP:
         return name
     for variable in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
-        protocol = environ.get(variable)
+        protocol = environ.get(variable, "").strip()
         if protocol:
             if protocol not in _BY_PROTOCOL:
                 raise UnknownExporter(f"{variable}={protocol!r} is not one of {', '.join(_BY_PROTOCOL)}")
             return _BY_PROTOCOL[protocol]
-    return _BY_PROTOCOL["grpc"]
+    return GRPC
 
 
 def make_exporter(name: str) -> SpanExporter:
@@ -59,7 +69,7 @@ def make_exporter(name: str) -> SpanExporter:
         if point.name == wanted:
             exporter: SpanExporter = point.load()()
             return exporter
-    names = ", ".join(sorted({point.name for point in found}))
+    names = ", ".join(sorted({point.name for point in found} | {OTLP, *LOCAL}))
     raise UnknownExporter(f"OTEL_TRACES_EXPORTER={name!r} is not installed; installed: {names}")
 
 

@@ -12,10 +12,12 @@ import json
 import logging
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
+from lens_auto.export.answer import Answer, Outcome, Sender
 from lens_auto.export.spans import Others, Span, resource_of
 from lens_auto.export.stream import Cut, Position, StreamPart, next_part
 from lens_auto.recorder import spool
@@ -26,60 +28,85 @@ logger = logging.getLogger("lens_auto.export")
 BATCH_SPANS = 512
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
-
-
-class Sender(Protocol):
-    """Sends spans of one writer somewhere."""
-
-    def send(self, spans: list[Span], resource: dict[str, Any]) -> bool:
-        """True where all were accepted; False: none was, try again later."""
-
-    def close(self) -> None:
-        """Send no more."""
+LONGEST_OBEYED_S = 300.0  # an endpoint that asks for more is asked again after this
+SLOW_S = 1.0  # a try that fails after so long fails for its size, maybe: the next one is smaller
+LOOK_EVERY_S = 0.5
+LOOK_SHARE = 20  # looking at a running writer takes at most one part in so many of the time
+TELL_EVERY_S = 10.0
+_FORMAT, _VERSION = "lens-export", 2
+_FOR_GOOD = (Outcome.INVALID, Outcome.TOO_LARGE)
 
 
 class Progress:
-    """How far a lane has come with one writer."""
+    """How far a lane has come with one writer.
+
+    Attributes:
+        position: where its stream stands.
+        cut: of the part in hand; None between parts.
+        sent_of_part: spans of that part that are dealt with.
+        sent: spans that were accepted.
+        not_sampled: spans that the head sampler left out.
+        refused: spans that the endpoint will never take, or says it threw away.
+        lost: records whose segment was gone before they were sent: the oldest go where a run outgrows its bound.
+        finished: nothing is left to send.
+    """
 
     def __init__(self, folder: str, lane: str) -> None:
-        self._path = os.path.join(folder, f"export-{lane}.json")
+        self.path = os.path.join(folder, f"export-{lane}.json")
         self.position = Position()
         self.cut: Cut | None = None
         self.sent_of_part = 0
         self.sent = 0
-        self.dropped_by_sampler = 0
+        self.not_sampled = 0
+        self.refused = 0
+        self.lost = 0
         self.finished = False
+        self._told = False
         try:
-            with open(self._path, "rb") as file:
+            with open(self.path, "rb") as file:
                 self._take(json.load(file))
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("%s cannot be read (%s): the writer is sent from its first record on", self._path, error)
+            logger.warning("%s cannot be read (%s): the writer is sent from its first record on", self.path, error)
 
     def _take(self, found: dict[str, Any]) -> None:
+        if (found["format"], found["version"]) != (_FORMAT, _VERSION):
+            raise ValueError(f"format {found['format']!r} of version {found['version']!r}, this is {_VERSION}")
         self.position = Position.from_json(found["position"])
-        cut = found["cut"]
-        if cut is not None:
-            self.cut = Cut(int(cut[0]), int(cut[1]), tuple(map(int, cut[2])), bool(cut[3]))
+        self.cut = None if found["cut"] is None else Cut.from_json(found["cut"])
         self.sent_of_part = int(found["sent_of_part"])
         self.sent = int(found["sent"])
-        self.dropped_by_sampler = int(found["not_sampled"])
+        self.not_sampled = int(found["not_sampled"])
+        self.refused = int(found["refused"])
+        self.lost = int(found["lost"])
         self.finished = bool(found["finished"])
 
     def save(self) -> None:
-        """Write it down, in one step."""
+        """Write it down, in one step. A full disk is no reason to stop: this process knows where it stands."""
         state = {
-            "format": "lens-export",
-            "version": 1,
+            "format": _FORMAT,
+            "version": _VERSION,
             "position": self.position.to_json(),
-            "cut": None if self.cut is None else list(self.cut),
+            "cut": None if self.cut is None else self.cut.to_json(),
             "sent_of_part": self.sent_of_part,
             "sent": self.sent,
-            "not_sampled": self.dropped_by_sampler,
+            "not_sampled": self.not_sampled,
+            "refused": self.refused,
+            "lost": self.lost,
             "finished": self.finished,
         }
-        spool.write_atomically(self._path, json.dumps(state).encode() + b"\n")
+        try:
+            spool.write_atomically(self.path, json.dumps(state).encode() + b"\n")
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                logger.warning(
+                    "%s cannot be written (%s): sending goes on, another exporter would send again what this one sends"
+                    " from here on",
+                    self.path,
+                    error.strerror or error,
+                )
 
 
 class _Work:
@@ -89,8 +116,10 @@ class _Work:
         self.progress = progress
         self.part: StreamPart | None = None
         self.spans: Iterator[Span] = iter(())
-        self.batch: list[Span] = []
+        self.waiting: list[Span] = []
         self.resource: dict[str, Any] = {}
+        self.not_before = 0.0
+        self.ended = False
 
 
 class Lane:
@@ -105,47 +134,62 @@ class Lane:
 
     def __init__(self, name: str, sender: Sender, others: Others, sampled: Callable[[bytes, str], bool]) -> None:
         self.name = name
+        self.remote = sender.remote
+        self.reason = ""  # why nothing is accepted at the moment
         self._sender = sender
         self._others = others
         self._sampled = sampled
         self._decided: dict[bytes, bool] = {}
         self._works: dict[str, _Work] = {}
+        self._lock = threading.Lock()  # the process's main thread asks for progress too
         self._random = random.Random(os.urandom(16))
+        self._batch_spans = BATCH_SPANS
         self._pause_s = FIRST_PAUSE_S
         self._not_before = 0.0
+        self._ever_accepted = False
+        self._failing_since: float | None = None
+        self._told_at = 0.0
 
-    def progress(self, writer: WriterFiles, folder: str) -> Progress:
-        """How far this lane has come with a writer."""
-        work = self._works.get(writer.name)
-        if work is None:
-            work = self._works[writer.name] = _Work(Progress(folder, self.name))
-        return work.progress
+    def progress(self, writer: str, folder: str) -> Progress:
+        """How far this lane has come with a writer, whose progress is kept in a folder."""
+        return self._work(writer, folder).progress
 
-    def step(self, writer: WriterFiles, folder: str, ended: bool) -> bool:
-        """Send at most one batch of a writer. True: there may be more at once."""
-        progress = self.progress(writer, folder)
-        if progress.finished or time.monotonic() < self._not_before:
+    def _work(self, writer: str, folder: str) -> _Work:
+        with self._lock:
+            work = self._works.get(writer)
+            if work is None:
+                work = self._works[writer] = _Work(Progress(folder, self.name))
+            return work
+
+    def step(self, writer: WriterFiles, folder: str, ended: bool, writers: int = 1) -> bool:
+        """Send at most one batch of a writer.
+
+        Args:
+            writer: its files, freshly looked at.
+            folder: where progress with it is kept.
+            ended: it writes no more.
+            writers: how many take turns: looking at them all takes a bounded share of the time.
+
+        Returns:
+            Whether there may be more at once.
+        """
+        work = self._work(writer.name, folder)
+        now = time.monotonic()
+        if work.progress.finished or now < self._not_before:
             return False
-        work = self._works[writer.name]
-        if work.part is None and not self._begin(work, writer, ended):
-            return False
-        if not work.batch:
-            work.batch = list(itertools.islice(work.spans, BATCH_SPANS))
-        if not work.batch:
+        if work.part is None:
+            if now < work.not_before and not (ended and not work.ended):
+                return False
+            work.ended = ended
+            if not self._begin(work, writer, ended):
+                work.not_before = now + max(LOOK_EVERY_S, LOOK_SHARE * writers * (time.monotonic() - now))
+                return False
+        if not work.waiting:
+            work.waiting = list(itertools.islice(work.spans, BATCH_SPANS))
+        if not work.waiting:
             self._complete(work)
             return True
-        wanted = [span for span in work.batch if self._is_sampled(span)]
-        if wanted and not self._sender.send(wanted, work.resource):
-            self._not_before = time.monotonic() + self._pause_s * self._random.uniform(0.8, 1.2)
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-            return False
-        self._pause_s = FIRST_PAUSE_S
-        progress.sent += len(wanted)
-        progress.dropped_by_sampler += len(work.batch) - len(wanted)
-        progress.sent_of_part += len(work.batch)
-        work.batch = []
-        progress.save()
-        return True
+        return self._send(work, work.waiting[: self._batch_spans])
 
     def _begin(self, work: _Work, writer: WriterFiles, ended: bool) -> bool:
         progress = work.progress
@@ -155,7 +199,10 @@ class Lane:
         if progress.cut is None:
             progress.cut = part.cut
             progress.sent_of_part = 0
+            progress.lost += part.lost
             progress.save()
+        if part.lost:
+            logger.warning("%s: %d records were gone before they could be sent", writer.name, part.lost)
         work.part = part
         work.resource = resource_of(writer)
         work.spans = itertools.islice(part.spans(), progress.sent_of_part, None)
@@ -170,6 +217,58 @@ class Lane:
         progress.sent_of_part = 0
         progress.save()
         work.part = None
+
+    def _send(self, work: _Work, batch: list[Span]) -> bool:
+        progress = work.progress
+        wanted = [span for span in batch if self._is_sampled(span)]
+        refused = 0
+        if wanted:
+            began = time.monotonic()
+            answer = self._sender.send(wanted, work.resource)
+            if answer.outcome is Outcome.ACCEPTED:
+                self._accepted()
+                refused = min(answer.rejected, len(wanted))
+            elif answer.outcome in _FOR_GOOD and len(wanted) == 1 and self._ever_accepted:
+                refused = 1
+                logger.warning("%s: span %r is refused for good: %s", self.name, wanted[0].name, answer.reason)
+            else:
+                return self._not_accepted(answer, len(batch), time.monotonic() - began)
+        progress.sent += len(wanted) - refused
+        progress.refused += refused
+        progress.not_sampled += len(batch) - len(wanted)
+        progress.sent_of_part += len(batch)
+        del work.waiting[: len(batch)]
+        progress.save()
+        return True
+
+    def _accepted(self) -> None:
+        if self._failing_since is not None:
+            logger.info("%s: accepted again after %.0f s", self.name, time.monotonic() - self._failing_since)
+            self._failing_since = None
+        self.reason = ""
+        self._ever_accepted = True
+        self._pause_s = FIRST_PAUSE_S
+        self._batch_spans = min(2 * self._batch_spans, BATCH_SPANS)
+
+    def _not_accepted(self, answer: Answer, size: int, took_s: float) -> bool:
+        now = time.monotonic()
+        if self._failing_since is None or (answer.reason != self.reason and now > self._told_at + TELL_EVERY_S):
+            logger.warning("%s: %d spans were not accepted, they are kept: %s", self.name, size, answer.reason)
+            self._failing_since = self._failing_since or now
+            self._told_at = now
+        self.reason = answer.reason
+        if answer.outcome in _FOR_GOOD and size > 1:
+            self._batch_spans = max(1, size // 2)  # down to the one span that is meant
+            return True
+        if took_s > SLOW_S:
+            self._batch_spans = max(1, size // 4)
+        if answer.retry_after_s is not None:
+            pause_s = min(answer.retry_after_s, LONGEST_OBEYED_S)
+        else:
+            pause_s = self._pause_s * self._random.uniform(0.8, 1.2)
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._not_before = now + pause_s
+        return False
 
     def _is_sampled(self, span: Span) -> bool:
         found = self._decided.get(span.trace_id)

@@ -33,14 +33,18 @@ def lines(writers: Iterable[WriterSpans]) -> Iterator[tuple[bytes, int]]:
     Returns:
         Lines, each with its line feed, and how many spans are in each.
     """
-    scope = {"name": semconv.INSTRUMENTATION_SCOPE, "version": lens_auto.__version__}
     for writer in writers:
-        resource = {"attributes": _attributes(writer.resource)}
         spans = iter(writer.spans)
-        while batch := [_span(span) for span in itertools.islice(spans, SPANS_PER_LINE)]:
-            scope_spans = [{"scope": scope, "spans": batch}]
-            message = {"resourceSpans": [{"resource": resource, "scopeSpans": scope_spans}]}
-            yield orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE), len(batch)
+        while batch := list(itertools.islice(spans, SPANS_PER_LINE)):
+            yield line(batch, writer.resource), len(batch)
+
+
+def line(spans: Iterable[Span], resource: dict[str, Any]) -> bytes:
+    """One line, with its line feed: spans of one resource."""
+    scope = {"name": semconv.INSTRUMENTATION_SCOPE, "version": lens_auto.__version__}
+    scope_spans = [{"scope": scope, "spans": [_span(span) for span in spans]}]
+    message = {"resourceSpans": [{"resource": {"attributes": _attributes(resource)}, "scopeSpans": scope_spans}]}
+    return orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def _span(span: Span) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from lens_auto import __version__
+from lens_auto import __version__, semconv
 from lens_auto.export.spans import Span
 
-_SCOPE = InstrumentationScope("lens_auto", __version__)
+_SCOPE = InstrumentationScope(semconv.INSTRUMENTATION_SCOPE, __version__)
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _INT64_MAX = (1 << 63) - 1
 

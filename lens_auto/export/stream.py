@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lens_auto.export.spans import Others, Part, Span, SpanMaker, look_at
-from lens_auto.iteration.rule import Int64Array, Iterations, Resume, find_iterations
+from lens_auto.iteration.rule import Iterations, Resume, find_iterations
 from lens_auto.recorder.layout import SEGMENT_RECORDS, Flag, Kind
 from lens_auto.recorder.read import Records, WriterFiles
 
@@ -88,22 +88,48 @@ class Cut(NamedTuple):
         below: records of this number and above are not looked at.
         until_ns: what starts before is in.
         held: numbers of operations that wait for their end.
+        missing: numbers below that a thread had taken and not yet committed. Committed since, they are in a later part.
         last: the writer writes no more.
     """
 
     below: int
     until_ns: int
     held: tuple[int, ...]
+    missing: tuple[int, ...]
     last: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """As an object that JSON can hold."""
+        return self._asdict()
+
+    @staticmethod
+    def from_json(found: dict[str, Any]) -> Cut:
+        """The reverse of `to_json`."""
+        return Cut(
+            int(found["below"]),
+            int(found["until_ns"]),
+            tuple(map(int, found["held"])),
+            tuple(map(int, found["missing"])),
+            bool(found["last"]),
+        )
 
 
 class StreamPart:
-    """One part: its spans, and the position after it."""
+    """One part: its spans, and the position after it.
 
-    def __init__(self, writer: WriterFiles, others: Others, cut: Cut, maker: SpanMaker, after: Position) -> None:
+    Attributes:
+        cut: what determines it.
+        count: how many spans it has.
+        after: the position after it.
+        lost: records between the position and the part whose segment is gone: the oldest go where a run outgrows its
+            bound.
+    """
+
+    def __init__(self, cut: Cut, maker: SpanMaker, after: Position, lost: int) -> None:
         self.cut = cut
         self.count = maker.count
         self.after = after
+        self.lost = lost
         self._maker = maker
 
     def spans(self) -> Iterator[Span]:
@@ -128,10 +154,10 @@ def next_part(
     """
     segments = _SEGMENTS
     while True:
-        records, exhausted = _read(writer, position, cut, segments)
-        sign_ns = writer.last_sign_ns
-        iterations = find_iterations(records.data, records.numbers, sign_ns, position.resume)
-        chosen = cut or _choose(records, iterations, position, ended and exhausted, not exhausted)
+        records, exhausted, lost = _read(writer, position, cut, segments)
+        resume = position.resume if not lost else _resume_after_loss(records, position)
+        iterations = find_iterations(records.data, records.numbers, writer.last_sign_ns, resume)
+        chosen = cut or _choose(records, iterations, position, lost, ended and exhausted, not exhausted)
         if chosen is not None or exhausted:
             break
         segments *= 2  # one iteration of more records than that
@@ -139,37 +165,69 @@ def next_part(
         return None
     part = Part(chosen.until_ns, frozenset(chosen.held), chosen.last)
     maker = SpanMaker(others, look_at(writer, records, iterations), part)
-    return StreamPart(writer, others, chosen, maker, _after(records, iterations, position, chosen))
+    return StreamPart(chosen, maker, _after(records, iterations, resume, chosen), lost)
 
 
-def _read(writer: WriterFiles, position: Position, cut: Cut | None, segments: int) -> tuple[Records, bool]:
-    """Records that are not done, and whether these are all there are."""
-    first = position.low // SEGMENT_RECORDS
+def _read(writer: WriterFiles, position: Position, cut: Cut | None, segments: int) -> tuple[Records, bool, int]:
+    """Records that are not done, whether these are all there are, and how many are gone with their segments."""
+    first = position.top // SEGMENT_RECORDS
     if cut is not None:
-        segments = cut.below // SEGMENT_RECORDS + 1 - first
-    found = writer.records(first, segments)
-    numbers = found.numbers
+        segments = max(cut.below - 1, position.top) // SEGMENT_RECORDS + 1 - first
+    # What is open may lie far behind: the segments between are not read again.
+    behind = sorted({number // SEGMENT_RECORDS for number in position.open} - set(range(first, first + segments)))
+    read = {number: found for number in behind if _segment_of(found := writer.records(number, 1)) == number}
+    newest = writer.records(first, segments)
+    # A segment that was made meanwhile is found in the next round.
+    exhausted = cut is not None or writer.last_segment < first + segments
+    data = np.concatenate([*(found.data for found in read.values()), newest.data]) if read else newest.data
+    numbers = np.concatenate([*(found.numbers for found in read.values()), newest.numbers])
     wanted: npt.NDArray[np.bool_] = numbers >= position.top
     if position.open:
         wanted |= np.isin(numbers, np.array(position.open, dtype=np.int64))
     if cut is not None:
         wanted &= numbers < cut.below
-    exhausted = cut is not None or writer.last_segment < first + segments
-    return Records(found.data[wanted], numbers[wanted], found.holes, found.damaged, found.missing_segments), exhausted
+        if cut.missing:
+            wanted &= ~np.isin(numbers, np.array(cut.missing, dtype=np.int64))
+    data, numbers = data[wanted], numbers[wanted]
+    lost = 0
+    fresh = numbers[numbers >= position.top]
+    if len(fresh) and int(fresh[0]) // SEGMENT_RECORDS > first:
+        lost = int(fresh[0]) // SEGMENT_RECORDS * SEGMENT_RECORDS - position.top
+    return Records(data, numbers, 0, 0, 0), exhausted, lost
 
 
-def _choose(records: Records, iterations: Iterations, position: Position, last: bool, more: bool) -> Cut | None:
+def _segment_of(records: Records) -> int:
+    return int(records.numbers[0]) // SEGMENT_RECORDS if len(records) else -1
+
+
+def _resume_after_loss(records: Records, position: Position) -> Resume | None:
+    """Where iterations go on behind a gap: at the number that the writer itself had reached.
+
+    The first one found is cut off at its start.
+    """
+    data = records.data[records.numbers >= position.top]
+    if not len(data):
+        return position.resume
+    start_ns = int(data["start_ns"].min())
+    loaders = position.resume.training_loaders if position.resume is not None else frozenset()
+    return Resume(int(data["iteration"][0]), start_ns, (start_ns,), loaders)
+
+
+def _choose(
+    records: Records, iterations: Iterations, position: Position, lost: int, last: bool, more: bool
+) -> Cut | None:
     """Where the next part ends; None: nothing is closed for good yet."""
     below = int(records.numbers[-1]) + 1 if len(records) else position.top
+    below = max(below, position.top)
     if last:
-        return Cut(below, _END, (), True)
+        return Cut(below, _END, (), (), True)
     if len(iterations) > _LAG:
         until_ns = int(iterations.start_ns[-_LAG])
     elif not len(iterations) and len(records) >= _MUCH and not more:
         until_ns = int(np.quantile(records.data["start_ns"], 0.5))  # a rank that never steps
     else:
         return None
-    return Cut(below, until_ns, _held(records, until_ns), False)
+    return Cut(below, until_ns, _held(records, until_ns), _missing(records, position, lost, below), False)
 
 
 def _held(records: Records, until_ns: int) -> tuple[int, ...]:
@@ -181,7 +239,18 @@ def _held(records: Records, until_ns: int) -> tuple[int, ...]:
     return tuple(records.numbers[begun].tolist())
 
 
-def _after(records: Records, iterations: Iterations, position: Position, cut: Cut) -> Position:
+def _missing(records: Records, position: Position, lost: int, below: int) -> tuple[int, ...]:
+    """Places among the newest that a thread has taken and may still commit."""
+    newest = max(0, below - SEGMENT_RECORDS)
+    expected = np.arange(max(position.top + lost, newest), below, dtype=np.int64)
+    if position.open:
+        expected = np.union1d(expected, np.array(position.open, dtype=np.int64))
+        expected = expected[expected >= newest]
+    found = np.setdiff1d(expected, records.numbers, assume_unique=True)
+    return tuple(found.tolist())
+
+
+def _after(records: Records, iterations: Iterations, resume: Resume | None, cut: Cut) -> Position:
     data, numbers = records.data, records.numbers
     if cut.last:
         return Position(cut.below)
@@ -191,22 +260,11 @@ def _after(records: Records, iterations: Iterations, position: Position, cut: Cu
     wait = data["kind"] == Kind.WAIT
     target = data["ref"][wait].astype(np.int64) - 1
     done[wait] = ~np.isin(target, numbers[~done & ~wait])
-    still_open = set(numbers[~done].tolist()) | _holes(numbers, position, cut)
-    return Position(cut.below, tuple(sorted(still_open)), _resume(data, iterations, position, cut))
+    still_open = {*numbers[~done].tolist(), *cut.missing}
+    return Position(cut.below, tuple(sorted(still_open)), _resume(data, iterations, resume, cut))
 
 
-def _holes(numbers: Int64Array, position: Position, cut: Cut) -> set[int]:
-    """Places in the newest segments that a thread has taken and may still commit."""
-    first = max(position.low, (cut.below // SEGMENT_RECORDS - 1) * SEGMENT_RECORDS)
-    if not len(numbers) or cut.below - first > _MUCH:
-        return set()
-    there = set(numbers[numbers >= first].tolist())
-    expected = range(max(first, position.top), cut.below)
-    return {number for number in expected if number not in there}
-
-
-def _resume(data: npt.NDArray[np.void], iterations: Iterations, position: Position, cut: Cut) -> Resume | None:
-    before = position.resume
+def _resume(data: npt.NDArray[np.void], iterations: Iterations, before: Resume | None, cut: Cut) -> Resume | None:
     closed = iterations.start_ns < cut.until_ns
     if not closed.any():
         return before

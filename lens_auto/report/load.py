@@ -1,4 +1,4 @@
-"""Read a run writer by writer, and keep of each what the report needs: its iterations and its communication."""
+"""Read a run writer by writer, and keep of each what the report needs: its iterations, its work, its communication."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from lens_auto.iteration.rule import Int64Array, Iterations, Mask, find_iterations
 from lens_auto.recorder.layout import Flag, Kind, Phase
 from lens_auto.recorder.read import Records, RunDirectory, Status, WriterFiles
+from lens_auto.report.work import Work, find_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,6 +62,7 @@ class LoadedWriter:
 
     writer: WriterFiles
     iterations: Iterations
+    work: Work
     operations: list[Operations]
     position: Position | None
     records: int
@@ -89,6 +91,7 @@ def load_writer(writer: WriterFiles) -> LoadedWriter:
     return LoadedWriter(
         writer=writer,
         iterations=iterations,
+        work=find_work(writer, records, iterations),
         operations=_operations(writer, records, iterations),
         position=_position(writer),
         records=len(records),
