@@ -32,15 +32,18 @@ def measure(world_size: int) -> dict[str, float]:
 
     from torch.distributed import TCPStore
 
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("fork")
     pipes, processes = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(rank, world_size, server.port, theirs), daemon=True)
+        process = context.Process(target=_rank, args=(rank, world_size, theirs), daemon=True)
         process.start()
         pipes.append(ours)
         processes.append(process)
+    # Only now: the server has threads, and a fork copies the locks that they hold.
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for pipe in pipes:
+        pipe.send(server.port)
     results: list[dict[str, Any]] = []
     for pipe in pipes:
         results.append(pipe.recv() if pipe.poll(180) else {})
@@ -60,7 +63,7 @@ def measure(world_size: int) -> dict[str, float]:
     }
 
 
-def _rank(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+def _rank(rank: int, world_size: int, pipe: Connection) -> None:
     """One process: agree, build the carrier, live through some iterations."""
     from datetime import timedelta
 
@@ -68,6 +71,8 @@ def _rank(rank: int, world_size: int, port: int, pipe: Connection) -> None:
 
     from lens_auto.iteration.agreement import Agreed, Agreement
     from lens_auto.iteration.carrier import Carrier
+
+    port = pipe.recv()
 
     def connect() -> TCPStore:
         return TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
@@ -102,6 +107,7 @@ def _rank(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     cpu_before = time.process_time()
     for iteration in range(1, ITERATIONS + 1):
         boundary = time.monotonic()
+        carrier.boundary.set()
         time.sleep(ITERATION_S)
     found = {
         "agreement_s": agreed - begun,

@@ -31,8 +31,8 @@ MAX_OUTSTANDING = 4
 JOIN_TIMEOUT_S = 60.0  # how long rank 0 waits for all ranks to say that they take part
 CONNECT_TIMEOUT_S = 20.0
 STALL_TIMEOUT_S = 120.0  # a broadcast that does not complete for so long ends the carrier
-SHORTEST_POLL_S = 0.005
-LONGEST_POLL_S = 0.05
+ARRIVAL_S = 0.003  # how long after a boundary the thread looks whether the broadcast is through
+IDLE_S = 0.25
 
 _MAGIC = 0x4C43
 _VERSION = 1
@@ -148,6 +148,8 @@ class Carrier:
         self._outgoing = outgoing
         self._arrived = arrived
         self._stopping = threading.Event()
+        self.boundary = threading.Event()  # set by the training thread when an iteration begins
+        self.cpu_ns = 0  # of the thread, while it broadcasts
         self._thread = threading.Thread(target=self._run, name="lens-carrier", daemon=True)
         self.state = "joining"
         self.reason = ""
@@ -162,6 +164,7 @@ class Carrier:
     def stop(self) -> None:
         """Ask the thread to end; nobody waits for it."""
         self._stopping.set()
+        self.boundary.set()
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
@@ -229,8 +232,8 @@ class Carrier:
         wait = getattr(vars(Work)["wait"], "__wrapped__", vars(Work)["wait"])  # past our own hook
         outstanding: deque[tuple[Any, Any, int, float]] = deque()
         following = 0
-        begun, pause_s = time.monotonic(), SHORTEST_POLL_S
         while not self._stopping.is_set():
+            issued = False
             while following <= self._current() and len(outstanding) < MAX_OUTSTANDING:
                 buffer = buffers[following % len(buffers)]
                 if self._rank == 0:
@@ -243,6 +246,7 @@ class Carrier:
                 _keep_forever(work)
                 outstanding.append((work, buffer, following, time.monotonic()))
                 following += 1
+                issued = True
             while outstanding and outstanding[0][0].is_completed():
                 work, buffer, expected, _ = outstanding.popleft()
                 wait(work)  # it is complete: this only raises where it failed (`Work.exception` prints a warning)
@@ -254,9 +258,13 @@ class Carrier:
             if outstanding and time.monotonic() - outstanding[0][3] > STALL_TIMEOUT_S:
                 self._end(f"the broadcast of iteration {outstanding[0][2]} did not complete in {STALL_TIMEOUT_S:.0f} s")
                 return
-            self._stopping.wait(pause_s)
-            if following:
-                pause_s = min(max((time.monotonic() - begun) / following / 8, SHORTEST_POLL_S), LONGEST_POLL_S)
+            self.cpu_ns = time.thread_time_ns()
+            # Each wake-up takes the GIL from the training thread: one at a boundary, one when the broadcast is through.
+            if issued and outstanding:
+                self._stopping.wait(ARRIVAL_S)
+            else:
+                self.boundary.wait(IDLE_S)
+                self.boundary.clear()
 
 
 def _keep_forever(thing: Any) -> None:

@@ -76,6 +76,7 @@ class Sharing:
         if not self._seed:
             self._seed = bytes.fromhex(info["seed"])
             if self.carrier is not None and info["seed_source"] == "agreed":
+                self._recorder.boundary_event = self.carrier.boundary
                 self.carrier.start()
         if self._rank == 0 and run_dir:
             request = self._requests.look(run_dir)

@@ -64,6 +64,7 @@ class Recorder:
         self.span_flags(frozenset())
         self.switch_at = NEVER  # the iteration at which `on_switch` is due
         self.on_switch: Callable[[int], None] | None = None
+        self.boundary_event: threading.Event | None = None  # what the carrier's thread waits for
         self.local = threading.local()
         self.wake = threading.Event()
         self.closed: list[Segment] = []
@@ -185,6 +186,8 @@ class Recorder:
         self.iteration += 1
         if self.iteration >= self.switch_at and self.on_switch is not None:
             self.on_switch(self.iteration)
+        if self.boundary_event is not None:
+            self.boundary_event.set()
 
     # --- segments -----------------------------------------------------------------------------------------------------
 
