@@ -8,31 +8,40 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+BLOCK_NS = 500_000  # short enough to fit between two interruptions, long against the clock's own cost
+PROBE = 50
+
 Block = Callable[[int], int]  # runs a statement n times and returns the nanoseconds that took
 
 
-def calls(function: Callable[..., Any], *args: Any) -> Block:
-    """A block that calls a function again and again."""
+def calls(function: Callable[[Any], Any], argument: Any) -> Block:
+    """A block that calls a function with one argument again and again.
+
+    Written out as a user writes it: `function(*arguments)` would hide a part of what a wrapper costs.
+    """
 
     def block(count: int) -> int:
         turns = range(count)
         start = time.perf_counter_ns()
         for _ in turns:
-            function(*args)
+            function(argument)
         return time.perf_counter_ns() - start
 
     return block
 
 
 def interleave(
-    blocks: Mapping[str, Block], count: int, rounds: int, progress: Callable[[float], None] = lambda share: None
+    blocks: Mapping[str, Block],
+    rounds: int,
+    progress: Callable[[float], None] = lambda share: None,
+    counts: Mapping[str, int] | None = None,
 ) -> dict[str, np.ndarray]:
     """Times all blocks in turns: a b c, c b a, a b c, ...
 
     Args:
         blocks: what to time, by name.
-        count: statements in one block, few enough that a block fits between two interruptions.
         rounds: how often each block runs.
+        counts: statements in a block, for those that do not get as many as fit into `BLOCK_NS`.
         progress: told the share that is done.
 
     Returns:
@@ -40,23 +49,29 @@ def interleave(
     """
     names = list(blocks)
     found: dict[str, list[float]] = {name: [] for name in names}
-    for name in names:
-        blocks[name](count)
+    given = counts or {}
+    sizes = {name: given.get(name) or _fitting(blocks[name]) for name in names}
     for turn in range(rounds):
         for name in names if turn % 2 == 0 else reversed(names):
-            found[name].append(blocks[name](count) / count)
+            found[name].append(blocks[name](sizes[name]) / sizes[name])
         if turn % 50 == 0:
             progress(turn / rounds)
     return {name: np.array(values) for name, values in found.items()}
 
 
+def _fitting(block: Block) -> int:
+    """How many statements fit into `BLOCK_NS`."""
+    block(PROBE)
+    return max(10, min(2000, int(BLOCK_NS * PROBE / max(1, block(PROBE)))))
+
+
 def undisturbed_ns(values: np.ndarray) -> float:
-    """What a statement takes when nobody else wants the core: the mean of the fastest tenth of the rounds.
+    """What a statement takes when nobody else wants the core: the mean of the fastest twentieth of the rounds.
 
     What other processes do only ever adds time, so the low end is where two variants differ by their own work alone.
     """
     ordered = np.sort(values)
-    return float(np.mean(ordered[: max(1, len(ordered) // 10)]))
+    return float(np.mean(ordered[: max(1, len(ordered) // 20)]))
 
 
 def over(values: np.ndarray, bare: np.ndarray) -> tuple[float, float]:

@@ -170,8 +170,7 @@ def main() -> None:
 
     model = DistributedDataParallel(Model(args.width, delay["forward"], delay["backward"]))
     optimizer = SlowAdamW(model.parameters(), lr=3e-3, milliseconds=delay["optimizer"])
-    # A collection of a million lists takes about 10 ms here; a process that holds a dataset has many more.
-    pauses = Pauses(12, int(delay["gc"] * 400_000), args.seed + rank) if delay["gc"] else None
+    pauses = Pauses(12, int(delay["gc"] * 40_000), args.seed + rank) if delay["gc"] else None
 
     with tempfile.TemporaryDirectory() as folder:
         step, epoch = 0, 0

@@ -37,8 +37,6 @@ _ENQUEUE = int(Flag.ENQUEUE)
 _ANY_SOURCE = int(Flag.ANY_SOURCE)
 _AMBIGUOUS = int(Flag.AMBIGUOUS)
 
-# A group that was destroyed and made again under the same name counts on from here, times how often it was made before.
-_AGAIN = 1 << 32
 _FEW = 64  # open receives that are kept before looking which of them are over
 _MANY = 4096  # doubtful receives at once; beyond it nobody waits for them any more
 
@@ -110,11 +108,10 @@ class _Receive:
 class _Channel:
     """The receives of one group on one tag."""
 
-    __slots__ = ("base", "doubtful", "info", "lost", "open", "prune_at", "taken")
+    __slots__ = ("doubtful", "info", "lost", "open", "prune_at", "taken")
 
-    def __init__(self, info: GroupInfo, base: int) -> None:
+    def __init__(self, info: GroupInfo) -> None:
         self.info = info
-        self.base = base
         self.taken: dict[int, int] = {}  # messages by source, counted when a receive of that source is posted
         self.open: list[_Receive] = []
         self.prune_at = _FEW
@@ -130,7 +127,7 @@ class _Channel:
             receive.doubtful = True
             return receive
         if source >= 0:
-            receive.k = self.taken.get(source, self.base)
+            receive.k = self.taken.get(source, 0)
             self.taken[source] = receive.k + messages
         elif not self.doubtful:
             self._prune()
@@ -187,7 +184,7 @@ class _Channel:
         for source, receives in by_source.items():
             for each in receives:
                 if each.any_source:
-                    count = self.taken.get(source, self.base)
+                    count = self.taken.get(source, 0)
                     self.taken[source] = count + each.messages
                     each.k = count if len(receives) == 1 else -1
             # Several from one source keep their order, unless one of them might have taken any other's message.
@@ -230,13 +227,18 @@ class _Channel:
 
 
 class _Counts:
-    """How many messages a group has seen, from and to this rank."""
+    """How many messages a group has seen, from and to this rank.
 
-    __slots__ = ("base", "channels", "ignores_tags", "info", "sent")
+    Attributes:
+        again: it has the name of an earlier group of this initialization, so that its numbers would name two messages.
+        ignores_tags: whether its backend matches messages whatever their tags, for host and device tensors.
+    """
 
-    def __init__(self, recorder: Recorder, info: GroupInfo, group: Any) -> None:
+    __slots__ = ("again", "channels", "ignores_tags", "info", "sent")
+
+    def __init__(self, info: GroupInfo, again: bool) -> None:
         self.info = info
-        self.base = _AGAIN * max(0, _made.get((recorder.init, info.text), 1) - 1)
+        self.again = again
         self.sent: dict[tuple[int, int], int] = {}
         self.channels: dict[int, _Channel] = {}
         self.ignores_tags: dict[bool, bool] = {}
@@ -254,32 +256,34 @@ class _Counts:
         """The receives on a tag."""
         found = self.channels.get(tag)
         if found is None:
-            found = self.channels[tag] = _Channel(self.info, self.base)
+            found = self.channels[tag] = _Channel(self.info)
         return found
 
 
 _counts: dict[GroupInfo, _Counts] = {}
-_made: dict[tuple[int, str], int] = {}  # how often a group of this name was made, by initialization
+_named: set[tuple[int, str]] = set()  # names of groups that were counted, by initialization
 _doubted: dict[int, _Channel] = {}  # channels with doubtful receives
 _lost_since = -1  # the initialization in which a transfer was not counted
 
 
 def _forget() -> None:
     _counts.clear()
-    _made.clear()
+    _named.clear()
     _doubted.clear()
 
 
 os.register_at_fork(after_in_child=_forget)
 
 
-def _counts_of(recorder: Recorder, info: GroupInfo, group: Any) -> _Counts:
+def _counts_of(recorder: Recorder, info: GroupInfo) -> _Counts:
     found = _counts.get(info)
     if found is None:
         alive = set(_comm._groups.values())
         for gone in [each for each in _counts if each not in alive]:
             del _counts[gone]
-        found = _counts[info] = _Counts(recorder, info, group)
+        name = (recorder.init, info.text)
+        found = _counts[info] = _Counts(info, name in _named)
+        _named.add(name)
     return found
 
 
@@ -322,7 +326,7 @@ class _Transfer:
     ) -> None:
         self.kind = int(kind)
         self.info = info = _comm.group_info(recorder, group)
-        self.counts = counts = _counts_of(recorder, info, group)
+        self.counts = counts = _counts_of(recorder, info)
         self.peer = peer
         self.messages = messages
         self.nbytes, self.dtype, device = size
@@ -334,7 +338,7 @@ class _Transfer:
         for doubted in list(_doubted.values()) if _doubted else ():
             doubted.settle(recorder)
         if kind is Kind.SEND:
-            self.k = counts.sent.get((peer, tag), counts.base)
+            self.k = counts.sent.get((peer, tag), 0)
             counts.sent[peer, tag] = self.k + messages
         else:
             self.channel = counts.channel(tag)
@@ -393,7 +397,7 @@ class _Transfer:
                 flags |= _AMBIGUOUS
         if not recorder.communication:
             return -1
-        if _lost_since == recorder.init:
+        if _lost_since == recorder.init or self.counts.again:
             flags |= _AMBIGUOUS
         end = _now()
         number = recorder.record(
@@ -591,23 +595,6 @@ def _batch_ended(
         site.fault(error)
 
 
-def _made_hook(site: Site) -> Hook:
-    """`_register_process_group`, which torch calls for each group that this rank is in (2.2 to 2.13)."""
-
-    def hook(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = wrapped(*args, **kwargs)
-        recorder = runtime.recorder
-        if recorder is not None:
-            try:
-                key = (recorder.init, str(args[0]))
-                _made[key] = _made.get(key, 0) + 1
-            except Exception as error:
-                site.fault(error)
-        return result
-
-    return hook
-
-
 class PointToPointInstrumentor(LensInstrumentor):
     """`send recv isend irecv batch_isend_irecv` and the object lists."""
 
@@ -624,8 +611,6 @@ class PointToPointInstrumentor(LensInstrumentor):
                 patches.wrap(module, operation, _hook(operation, original, site), site)
         site = guard.site("torch.distributed.batch_isend_irecv", _counted)
         patches.wrap(module, "batch_isend_irecv", _batch_hook(site), site)
-        site = guard.site("torch.distributed._register_process_group")
-        patches.wrap(module, "_register_process_group", _made_hook(site), site)
 
     def _uninstrument(self, **kwargs: Any) -> None:
         if runtime.recorder is not None:

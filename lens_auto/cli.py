@@ -95,6 +95,40 @@ def report(run_dir: RunDir = None, as_json: AsJson = False) -> None:
     render(summary, console())
 
 
+@app.command()
+def hang(run_dir: RunDir = None, as_json: AsJson = False) -> None:
+    """Name the rank that holds the others up, while a job hangs or after it was killed."""
+    from lens_auto.report.hang import analyse, render
+
+    with _bad_input():
+        run, problems = _open(run_dir, "hang")
+        found = analyse(run)
+    found.problems[:0] = problems
+    if as_json:
+        _print_json(found.to_json())
+        return
+    from lens_auto.report.text import console
+
+    render(found, console())
+
+
+@app.command()
+def postmortem(run_dir: RunDir = None, as_json: AsJson = False) -> None:
+    """Show how every rank of a job ended, in which order, and which failed first."""
+    from lens_auto.report.postmortem import examine, render
+
+    with _bad_input():
+        run, problems = _open(run_dir, "postmortem")
+        found = examine(run)
+    found.analysis.problems[:0] = problems
+    if as_json:
+        _print_json(found.to_json())
+        return
+    from lens_auto.report.text import console
+
+    render(found, console())
+
+
 def _complete_format(incomplete: str) -> list[str]:
     from lens_auto.export import FORMATS
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry import metrics, trace
 
 from lens_auto import destinations, providers, runtime, semconv, state
+from lens_auto.identity import SERVICES_DIR
 from lens_auto.strategies import ExportStrategy, get_export_strategy
 
 if TYPE_CHECKING:
@@ -259,7 +260,7 @@ def _run_file(run_id: str, rank: int) -> Callable[[str], str]:
 
         wanted = os.environ.get("NEMO_LENS_RUN_DIR", "").strip()
         found = rundir.claim(os.path.abspath(wanted) if wanted else rundir.default_run_dir(run_id), run_id)
-        folder = spool.private_folder(os.path.join(found, providers.SERVICES_DIR))
+        folder = spool.private_folder(os.path.join(found, SERVICES_DIR))
         suffix = "" if signal == "traces" else f".{signal}"
         return os.path.join(folder, f"rank{rank}-{os.getpid()}{suffix}.jsonl")
 

@@ -17,7 +17,7 @@ from opentelemetry import baggage, context, trace
 from opentelemetry.trace import NonRecordingSpan, SpanKind
 from opentelemetry.util._decorator import _agnosticcontextmanager
 
-from lens_auto import state
+from lens_auto import prefix, state
 from lens_auto.groups import TrainingSpanGroup
 from lens_auto.semconv import NEMO_GYM_ROLLOUT_ID
 
@@ -162,24 +162,6 @@ def rollout_processor() -> Any:
     return RolloutIds()
 
 
-# --- variables of NeMo Gym and others ---------------------------------------------------------------------------------
-
-CONFIG_PREFIX = "NEMO_LENS_CONFIG_PREFIX"
-OWN_PREFIX = "NEMO_LENS"
-GYM_PREFIX = "NEMO_GYM_OTEL"
-GYM_MODULE = "nemo_gym"
-
-
-def effective_environment(prefix: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment as it is with `<prefix>_<KEY>` in front of `NEMO_LENS_<KEY>`; blank counts as unset."""
-    found = dict(environ)
-    start = f"{prefix}_"
-    for name, value in environ.items():
-        if name.startswith(start) and value.strip():
-            found[f"{OWN_PREFIX}_{name[len(start) :]}"] = value
-    return found
-
-
 # --- what doctor says -------------------------------------------------------------------------------------------------
 
 # Libraries that carry requests between processes: import name, OpenTelemetry's package for it.
@@ -216,11 +198,15 @@ def advice(settings: Settings, environ: Mapping[str, str] = os.environ) -> list[
             f"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS names {name!r}: its requests carry no trace context; to have no"
             " spans of them and keep the context, leave http_client or server out of NEMO_LENS_SPAN_GROUPS instead"
         )
-    gym = [name for name in environ if name.startswith(f"{GYM_PREFIX}_")]
-    if gym and importlib.util.find_spec(GYM_MODULE) is None and environ.get(CONFIG_PREFIX, "").strip() != GYM_PREFIX:
+    gym = [name for name in environ if name.startswith(f"{prefix.GYM}_")]
+    if (
+        gym
+        and importlib.util.find_spec(prefix.GYM_MODULE) is None
+        and environ.get(prefix.VARIABLE, "").strip() != prefix.GYM
+    ):
         lines.append(
-            f"{', '.join(sorted(gym))} without {GYM_MODULE} installed: nothing reads it; set"
-            f" {CONFIG_PREFIX}={GYM_PREFIX} to have it read"
+            f"{', '.join(sorted(gym))} without {prefix.GYM_MODULE} installed: nothing reads it; set"
+            f" {prefix.VARIABLE}={prefix.GYM} to have it read"
         )
     return lines
 

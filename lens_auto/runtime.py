@@ -39,6 +39,7 @@ _lock = threading.RLock()
 _schedule: Schedule | None = None
 _parent_was_rank = False
 _closed = False
+_exit_by: float | None = None
 _init_count = 0
 
 
@@ -137,27 +138,38 @@ def _wait_for_exporter(key: str) -> None:
     current = configure()
     if not names:
         return
-    deadline = time.monotonic() + current.exit_timeout_s
+    deadline = _exit_deadline()
     for folder in finish.spooled_runs(key):
         left = launch.wait_until_sent(folder, max(0.0, deadline - time.monotonic()), "console" in names)
         if left and not current.quiet:
             places = sorted({_short(run_dir) for run_dir in left.values() if run_dir}) or [folder]
+            reason, hopeless = launch.said(folder)
             print(
-                f"lens-auto: spans of {len(left)} rank(s) are not sent yet; the exporter goes on for a while, what it"
-                f" leaves can be sent with: lens-auto recover {' '.join(places)}",
+                f"lens-auto: spans of {len(left)} rank(s) are not sent{'' if hopeless else ' yet'}"
+                f"{f' ({reason})' if reason else ''};{'' if hopeless else ' the exporter goes on for a while,'} what"
+                f" is left can be sent with: lens-auto recover {' '.join(places)}",
                 file=sys.stderr,
                 flush=True,
             )
 
 
+def _exit_deadline() -> float:
+    """When this process must be gone; the first who asks starts the clock."""
+    global _exit_by
+    if _exit_by is None:
+        _exit_by = time.monotonic() + configure().exit_timeout_s
+    return _exit_by
+
+
 def _after_fork() -> None:
     """In a forked child: never write to the parent's files."""
-    global recorder, iterations, _housekeeper, _parent_was_rank, _closed, _init_count, _lock
+    global recorder, iterations, _housekeeper, _parent_was_rank, _closed, _exit_by, _init_count, _lock
     if recorder is not None:
         _parent_was_rank = True
     _lock = threading.RLock()
     recorder = iterations = _housekeeper = None
     _closed = False
+    _exit_by = None
     _init_count = 0
 
 
@@ -287,11 +299,11 @@ def _make_recorder(current: Settings) -> tuple[Recorder, Housekeeper]:
         "hook_faults": 0,
     }
     keeper = Housekeeper(made, info)
+    keeper.watch_hangs(current.hang_timeout_s)
     names = exporter_names()
     if names and folder is not None:
-        keeper.exporting = Exporting(
-            os.path.dirname(os.path.dirname(folder)), "console" in names, _environment_int("LOCAL_RANK", 0)
-        )
+        run_folder = os.path.dirname(os.path.dirname(folder))
+        keeper.exporting = Exporting(run_folder, names, _environment_int("LOCAL_RANK", 0))
     else:
         info["exports"] = True
     return made, keeper
@@ -360,8 +372,8 @@ def close() -> None:
         recorder = iterations = None
     current = configure()
     try:
-        place = _housekeeper.close(current.exit_timeout_s)
-        silent = current.quiet or _housekeeper.exporting is not None
+        place = _housekeeper.close(max(0.0, _exit_deadline() - time.monotonic()))
+        silent = current.quiet or (_housekeeper.exporting is not None and not _housekeeper.exporting.keeps_records)
         if rank in (0, -1) and place is not None and not silent:
             print(f"lens-auto: recorded; see it with: lens-auto report {_short(place)}", file=sys.stderr, flush=True)
     except Exception as error:

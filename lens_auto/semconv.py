@@ -18,6 +18,9 @@ SPAN_EVALUATE = "train.evaluate"
 SPAN_CHECKPOINT_SAVE = "checkpoint.save"
 SPAN_CHECKPOINT_LOAD = "checkpoint.load"
 SPAN_DISTRIBUTED_PREFIX = "torch.distributed."  # followed by the operation's name
+SPAN_HANG = "lens.hang"  # from when on nothing happened until that was noticed
+SPAN_FSDP_PREFIX = "fsdp."  # unshard, wait_for_unshard, reduce_scatter
+SPAN_DDP_PREFIX = "ddp."  # forward, backward, communication
 SPAN_PIPELINE_FORWARD = "pipeline.forward"
 SPAN_PIPELINE_BACKWARD = "pipeline.backward"
 SPAN_PIPELINE_SEND_FORWARD = "pipeline.send_forward"
@@ -72,6 +75,13 @@ DL_COMM_GROUP_DESCRIPTION = "dl.comm.group_description"
 DL_COMM_END = "dl.comm.end"
 DL_COMM_END_UNKNOWN = "unknown"  # the program never called wait: the span ends with the call
 
+DL_COMM_PEERS = "dl.comm.peers"  # global ranks
+DL_MODEL_MODULE = "dl.model.module"  # its name in the model
+DL_DDP_ITERATION = "dl.ddp.iteration"  # as the reducer counts
+DL_DDP_BUCKET_SIZES = "dl.ddp.bucket_sizes"  # bytes of each
+DL_DDP_BUCKETS = "dl.ddp.buckets"
+DL_DDP_OVERLAP_NS = "dl.ddp.overlap_ns"  # of communication with backward
+
 # Pipeline transfers carry these without a namespace.
 PIPELINE_RANK = "rank"
 PIPELINE_FROM_RANK = "from_rank"
@@ -89,6 +99,11 @@ TIMING_FLIGHT_RECORDER = "flight_recorder"
 LENS_INFERRED = "lens.inferred"  # no call was seen; the bounds follow from the spans around it
 LENS_LINK_EXPORTED = "lens.link.exported"  # on a link; False: the span it names is on a rank that does not export
 LENS_ITERATION_SKEW = "lens.iteration.skew"  # this rank's iteration number minus rank 0's
+LENS_HANG_OPERATION = "lens.hang.operation"
+LENS_HANG_PHASE = "lens.hang.phase"
+LENS_HANG_SINCE = "lens.hang.since"  # local time of the rank
+LENS_HANG_STACKS = "lens.hang.stacks"  # of all threads, innermost frame first
+LENS_HANG_FILE = "lens.hang.file"
 LENS_RECORDS_DROPPED = "lens.records.dropped"
 
 # --- nemo.* -----------------------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ class Started:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def wait(self, timeout_s: float = 60) -> Run:
+    def wait(self, timeout_s: float = 100) -> Run:
         """Wait for the end; a run that takes longer is killed and fails the test."""
         try:
             stdout, stderr = self.process.communicate(timeout=timeout_s)
@@ -232,12 +232,12 @@ class Launcher:
         self.started.append(started)
         return started
 
-    def run(self, *command: str, env: Mapping[str, str | None] | None = None, timeout_s: float = 60) -> Run:
+    def run(self, *command: str, env: Mapping[str, str | None] | None = None, timeout_s: float = 100) -> Run:
         """Run a command line to its end."""
         return self.start(command, env).wait(timeout_s)
 
     def instrumented(
-        self, source: str, *args: str, env: Mapping[str, str | None] | None = None, timeout_s: float = 60
+        self, source: str, *args: str, env: Mapping[str, str | None] | None = None, timeout_s: float = 100
     ) -> Run:
         """Run a program as `opentelemetry-instrument python program.py`."""
         return self.run(*INSTRUMENT, *PYTHON, self.program(source), *args, env=env, timeout_s=timeout_s)

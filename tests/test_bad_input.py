@@ -14,16 +14,14 @@ from records import read_run
 from lens_auto.groups import TrainingSpanGroup
 from lens_auto.recorder.layout import Kind
 
-STEPS = 3
+BACKWARDS = 3
 # The exit status is the program's own whatever happens to us.
 TRAIN = f"""
 import sys
 import torch
 parameter = torch.nn.Parameter(torch.ones(2))
-optimizer = torch.optim.SGD([parameter], lr=0.1)
-for _ in range({STEPS}):
+for _ in range({BACKWARDS}):
     parameter.sum().backward()
-    optimizer.step()
 print("trained")
 sys.exit(7)
 """
@@ -85,7 +83,7 @@ def check_records_stay_in_spool(run: Run, wanted: Path) -> None:
     assert repr(str(place)) in told
     assert closing.removeprefix(CLOSING) == str(place)
     (writer,) = read_run(place)
-    assert len(writer.iterations) == STEPS
+    assert len(writer.of(Kind.BACKWARD)) == BACKWARDS
     assert run.run_dirs == []
 
 
@@ -100,7 +98,7 @@ def test_run_directory_of_another_run(launch: Launcher) -> None:
     """Two runs are never merged: the second gets a suffix."""
     train = textwrap.indent(TRAIN.replace("sys.exit(7)", ""), "    ")
     runs = 'for run_id in ("a", "b"):\n    os.environ["NEMO_LENS_RUN_ID"] = run_id\n    run_ranks(main, 1)\n'
-    source = f"{RUN_RANKS}import torch\nimport torch._dynamo\ndef main(rank):\n{train}\n{runs}"
+    source = f"{RUN_RANKS}import torch\ndef main(rank):\n{train}\n{runs}"
     run = launch.instrumented(source, env={"NEMO_LENS_RUN_DIR": "same"})
     assert run.code == 0, run.stderr
     assert run.lines == [f"{CLOSING}same", f"{CLOSING}same-2"]
@@ -153,7 +151,7 @@ def test_no_room_in_the_run_directory(launch: Launcher, mount: Callable[[str], P
     assert run.lines[0].startswith(told)
     place = Path(run.lines[1].removeprefix(CLOSING))
     (writer,) = read_run(place)
-    assert len(writer.iterations) == STEPS
+    assert len(writer.of(Kind.BACKWARD)) == BACKWARDS
 
 
 def test_spool_below_a_file(launch: Launcher) -> None:
@@ -167,7 +165,7 @@ def test_spool_below_a_file(launch: Launcher) -> None:
     assert "is used instead" in told
     assert closing == f"{CLOSING}lens-runs/{run.run_dir.name}"
     (writer,) = read_run(run.run_dir)
-    assert len(writer.iterations) == STEPS
+    assert len(writer.of(Kind.BACKWARD)) == BACKWARDS
     assert writer.info["spool_dir"] in told  # where it went
     assert not Path(writer.info["spool_dir"]).exists()
 
@@ -200,13 +198,11 @@ def test_spool_without_room_for_a_segment(launch: Launcher, mount: Callable[[str
     check_nothing_fits(run)
     (writer,) = read_run(run.run_dir)
     assert writer.rows == []
-    # Each iteration: a backward, a step, a boundary.
-    assert writer.info["dropped"] == 3 * STEPS
+    assert writer.info["dropped"] == BACKWARDS
 
 
 def test_spool_that_fills_up(launch: Launcher, mount: Callable[[str], Path]) -> None:
     """The first segment fits, the second does not: what is lost is counted, and no signal ends the job."""
-    # The first three records are those of the run before the file system is full.
     source = """
     import sys
     import torch

@@ -198,7 +198,7 @@ def test_sub_groups_have_names_of_their_own(recorded: Recorded) -> None:
         found = blocks(writer)
         assert found["plain"][0].group != found["subgroup"][0].group
         made = [row for row in writer.of(Kind.PROCESS_GROUP) if row.name == "new_group"]
-        assert [row.detail for row in made][0] == "both"
+        assert made[0].detail == "both"
         assert made[0].group == found["subgroup"][0].group
     names = [{row.group for row in writer.of(Kind.COLLECTIVE) if row.group_size == 2} for writer in recorded.writers]
     assert names[0] == names[1]

@@ -4,35 +4,41 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import textwrap
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from launch import CLOSING, INSTRUMENT, INSTRUMENT_HERE, PYTHON, RUN_RANKS, TORCHRUN, Launcher, Run, free_port
 from records import Writer, read_run
 
+from lens_auto.recorder.housekeeper import Housekeeper
 from lens_auto.recorder.layout import Flag, Kind
+from lens_auto.recorder.recorder import Recorder
 
-# Three iterations on each rank, gradients averaged by hand.
+# Three iterations on each rank, gradients averaged by hand. Without an optimizer it is seconds faster: the first one
+# that a process makes imports torch._dynamo.
 TRAIN = """
 import sys
 import torch
 import torch.distributed as dist
 
-def train():
+def train(with_optimizer):
     dist.init_process_group("gloo")
     model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if with_optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         model(torch.ones(2, 4)).sum().backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
-        optimizer.step()
-        optimizer.zero_grad()
+        if with_optimizer:
+            optimizer.step()
     sys.stdout.write(f"rank {dist.get_rank()} trained\\n")  # one write: ranks share the pipe
     dist.destroy_process_group()
 """
-TRAIN_HERE = TRAIN + "\ntrain()\n"
 TRAINED = ["rank 0 trained", "rank 1 trained"]
 
 ALONE = """
@@ -46,13 +52,14 @@ for _ in range(3):
 """
 
 
-def check_two_ranks(run: Run) -> list[Writer]:
-    """Two ranks, three iterations each, one seed that they agreed on."""
+def check_two_ranks(run: Run, *, iterations: int = 3) -> list[Writer]:
+    """Two ranks, three backwards each, one seed that they agreed on."""
     run.check()
     assert sorted(run.stdout.splitlines()) == TRAINED
     writers = read_run(run.run_dir)
     assert [writer.rank for writer in writers] == [0, 1]
-    assert [len(writer.iterations) for writer in writers] == [3, 3]
+    assert [len(writer.of(Kind.BACKWARD)) for writer in writers] == [3, 3]
+    assert [len(writer.iterations) for writer in writers] == [iterations] * 2
     assert [writer.iterations.mispredicted for writer in writers] == [0, 0]
     assert {writer.info["world_size"] for writer in writers} == {2}
     assert {writer.info["seed_source"] for writer in writers} == {"agreed"}
@@ -65,7 +72,7 @@ def check_two_ranks(run: Run) -> list[Writer]:
 
 
 def test_torchrun(launch: Launcher) -> None:
-    program = launch.program(TRAIN_HERE)
+    program = launch.program(TRAIN + "train(with_optimizer=True)\n")
     port = str(free_port())
     run = launch.run(*INSTRUMENT, *TORCHRUN, "--nproc-per-node=2", f"--master-port={port}", program)
     writers = check_two_ranks(run)
@@ -75,18 +82,18 @@ def test_torchrun(launch: Launcher) -> None:
 
 
 def test_python_m_torch_distributed_run(launch: Launcher) -> None:
-    program = launch.program(TRAIN_HERE)
+    program = launch.program(TRAIN + "train(with_optimizer=False)\n")
     run = launch.run(*INSTRUMENT, *PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program)
-    check_two_ranks(run)
+    check_two_ranks(run, iterations=0)
 
 
 def test_torchrun_that_starts_opentelemetry_instrument(launch: Launcher) -> None:
     """The launcher does not run us here: the ranks have no run id in common until they agree on one."""
-    program = launch.program(TRAIN_HERE)
+    program = launch.program(TRAIN + "train(with_optimizer=False)\n")
     port = str(free_port())
     launcher = (*TORCHRUN, "--no-python", "--nproc-per-node=2", f"--master-port={port}")
     run = launch.run(*launcher, *INSTRUMENT, *PYTHON, program)
-    check_two_ranks(run)
+    check_two_ranks(run, iterations=0)
 
 
 def test_multiprocessing_spawn(launch: Launcher) -> None:
@@ -94,17 +101,17 @@ def test_multiprocessing_spawn(launch: Launcher) -> None:
     def rank_main(rank):
         import os
         os.environ.update(RANK=str(rank), WORLD_SIZE="2")
-        train()
+        train(with_optimizer=False)
 
     if __name__ == "__main__":
         torch.multiprocessing.spawn(rank_main, nprocs=2)
     """
     run = launch.instrumented(TRAIN + textwrap.dedent(source))
-    check_two_ranks(run)
+    check_two_ranks(run, iterations=0)
 
 
 def test_ranks_by_hand_without_a_common_parent(launch: Launcher) -> None:
-    program = launch.program(TRAIN_HERE)
+    program = launch.program(TRAIN + "train(with_optimizer=False)\n")
     world = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
     started = [launch.start((*INSTRUMENT, *PYTHON, program), {**world, "RANK": rank}) for rank in "01"]
     runs = [each.wait() for each in started]
@@ -116,7 +123,7 @@ def test_ranks_by_hand_without_a_common_parent(launch: Launcher) -> None:
         launch.folder,
         [command for run in runs for command in run.survivors],
     )
-    check_two_ranks(both)
+    check_two_ranks(both, iterations=0)
 
 
 def test_one_process_without_distributed(launch: Launcher) -> None:
@@ -341,9 +348,11 @@ SWITCHES = {"NEMO_LENS_DISABLED": "1", "NEMO_LENS_ENABLED": "0", "OTEL_SDK_DISAB
 def test_disabled(launch: Launcher, variable: str) -> None:
     source = """
     import json, os, threading, types
+    import torch
     import torch.distributed as dist
     import torch.utils.data.dataloader as data
     from torch.optim import optimizer as optim
+    torch.nn.Parameter(torch.ones(1)).sum().backward()
     patched = [name for module in (dist, dist.distributed_c10d, torch.autograd) for name, value in vars(module).items()
                if type(value).__module__.startswith(("wrapt", "instrumentors"))]
     print(json.dumps({
@@ -356,7 +365,7 @@ def test_disabled(launch: Launcher, variable: str) -> None:
         "environment": [name for name in os.environ if "NEMO_LENS" in name],
     }))
     """
-    run = launch.instrumented(ALONE + textwrap.dedent(source), env={variable: SWITCHES[variable]})
+    run = launch.instrumented(source, env={variable: SWITCHES[variable]})
     run.check(run_dirs=0)
     assert run.stderr == ""
     said = json.loads(run.stdout)
@@ -391,3 +400,36 @@ run_ranks(main, 1)
     assert writer.info["ended_ns"] is None
     assert len(writer.iterations) == 3
     assert Path(writer.info["run_dir"]) == run.run_dir
+
+
+def test_facts_from_two_threads_are_kept(tmp_path: Path) -> None:
+    """The program's thread says which rank it is while the housekeeper saves: neither loses what the other wrote."""
+    names = ("writer", "run_id")
+    numbers = ("rank", "world_size", "local_rank")
+    recorder = Recorder(str(tmp_path), 1, 0, 1 << 30)
+    keeper = Housekeeper(recorder, {**dict.fromkeys(names, "x"), **dict.fromkeys(numbers, -1)})
+    saves = 0
+    ended = threading.Event()
+
+    def save() -> None:
+        nonlocal saves
+        while not ended.is_set():
+            keeper.save()
+            saves += 1
+
+    thread = threading.Thread(target=save)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        for rank in range(300):
+            before = saves
+            keeper.update(rank=rank)
+            while saves < before + 2 and thread.is_alive():
+                time.sleep(0)
+            assert keeper.info["rank"] == rank
+    finally:
+        sys.setswitchinterval(interval)
+        ended.set()
+        thread.join(10)
+    assert json.loads((tmp_path / "writer.json").read_text())["rank"] == 299

@@ -164,7 +164,7 @@ held["a subclass calls super().__iter__"] = tried(lambda: len(list(Loader([1, 2,
 for instrumentor in instrumentors:
     instrumentor.uninstrument()
 said["changed"] = changed(before, look())
-said["between"] = [name for name in ("all_reduce", "isend", "send") if vars(between)[name] is not before[c10d.__name__][name]]
+said["between"] = [name for name in ("all_reduce", "isend", "send") if vars(between)[name] is not bare[name]]
 
 before = look()
 for instrumentor in instrumentors:

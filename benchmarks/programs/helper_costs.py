@@ -9,7 +9,6 @@ from benchmarks.child import leave_result, report_progress
 from benchmarks.timing import calls, interleave, over, undisturbed_ns
 from lens_auto import managed_span, set_enabled_span_groups, trace_fn
 
-COUNT = 1000
 GROUP = "step"
 
 
@@ -59,7 +58,7 @@ def main() -> None:
         "bare": calls(bare, 1),
         "traced": calls(traced, 1),
     }
-    found = interleave(blocks, COUNT, int(sys.argv[1]), report_progress)
+    found = interleave(blocks, int(sys.argv[1]), report_progress)
     leave_result(
         {
             "managed_span_us": over(found["span"], found["empty"])[0] / 1e3,

@@ -23,8 +23,7 @@ from benchmarks.timing import calls, interleave, over, undisturbed_ns
 from instrumentors._patch import Patches
 from lens_auto import guard, runtime
 
-COUNT = 200
-MODES = ("off", "watch", "on")
+COUNT = 100  # calls in a block
 SITE = "torch.distributed.all_reduce"
 
 
@@ -75,7 +74,7 @@ def nested_wait(rounds: int) -> float | None:
 
     state.depth = 1
     try:
-        found = interleave({"hook": block(wrapper), "bare": block(original)}, COUNT, rounds)
+        found = interleave({"hook": block(wrapper), "bare": block(original)}, rounds)
     finally:
         c10d.Work.wait = wrapper
         state.depth = 0
@@ -90,17 +89,17 @@ def span_block() -> Any:
     provider.add_span_processor(SpanProcessor())
     tracer = provider.get_tracer("benchmarks")
 
-    def span() -> None:
+    def span(seq: int) -> None:
         attributes = {
             "dl.comm.group": "0",
-            "dl.comm.seq": 17,
+            "dl.comm.seq": seq,
             "dl.comm.bytes": 64,
             "dl.comm.dtype": "float32",
             "dl.comm.group_size": 2,
         }
         tracer.start_span("torch.distributed.all_reduce", attributes=attributes).end()
 
-    return calls(span)
+    return calls(span, 17)
 
 
 def profile(function: Any, tensor: torch.Tensor, count: int = 20_000) -> list[str]:
@@ -141,9 +140,9 @@ def main() -> None:
     }
     if mode == "on":
         blocks["span"] = span_block()
-    found = interleave(blocks, COUNT, rounds, report_progress)
+    found = interleave(blocks, rounds, report_progress, {"hook": COUNT, "bare": COUNT})
     written = (runtime.recorder.written() if runtime.recorder is not None else 0) - before
-    expected = COUNT * (rounds + 1) if mode == "on" else 0
+    expected = COUNT * rounds if mode == "on" else 0
     if written != expected or guard.fault_count():
         raise SystemExit(f"{written} records instead of {expected}, {guard.fault_count()} faults of hooks")
 

@@ -84,8 +84,10 @@ def traced_remote_call(method: F, tracer: Tracer | None = None) -> F:
             with span(_otel_carrier):
                 return method(*args, **kwargs)
 
-    # Ray checks a call against the signature, and `wraps` shows the method's, which has no such keyword.
+    # Ray checks a call against a signature, and takes that of an actor's method from what `__wrapped__` leads to, where
+    # there is no such keyword.
     wrapper.__signature__ = _with_carrier(inspect.signature(method))  # type: ignore[attr-defined]
+    del wrapper.__wrapped__  # type: ignore[attr-defined]
     return cast("F", wrapper)
 
 

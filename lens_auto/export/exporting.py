@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 
 from lens_auto.config import NemoLensConfig
+from lens_auto.destinations import CONSOLE
+from lens_auto.export.exporters import LOCAL
 from lens_auto.export.launch import ExporterKeeper, register
 from lens_auto.strategies import get_export_strategy
 
@@ -16,12 +18,16 @@ class Exporting:
 
     Args:
         run_folder: the spool's folder of this run.
-        inherit_output: an exporter prints on standard output.
+        names: of the exporters.
         local_rank: ranks look after the exporter at different times.
+
+    Attributes:
+        keeps_records: nothing leaves this node, so the records stay in the run directory.
     """
 
-    def __init__(self, run_folder: str, inherit_output: bool, local_rank: int) -> None:
-        self.keeper = ExporterKeeper(run_folder, inherit_output, local_rank)
+    def __init__(self, run_folder: str, names: list[str], local_rank: int) -> None:
+        self.keeper = ExporterKeeper(run_folder, CONSOLE in names, local_rank)
+        self.keeps_records = LOCAL.issuperset(names)
         self._run_folder = run_folder
         self._registered: str | None = None
         self._told = False
@@ -29,20 +35,20 @@ class Exporting:
     def register(self, writer: str, run_dir: str | None) -> None:
         """Tell the exporter of this writer, and of its run directory once that is known."""
         if self._registered != (run_dir or ""):
+            register(self._run_folder, writer, run_dir or "")
             self._registered = run_dir or ""
-            register(self._run_folder, writer, self._registered)
 
     def decide(self, rank: int, world_size: int) -> bool | None:
         """What the export strategy says of this rank; None: a strategy that the program has not registered (yet)."""
-        config = NemoLensConfig.from_env()
         try:
+            config = NemoLensConfig.from_env()
             return bool(get_export_strategy(config.export_strategy)(config, rank, world_size))
-        except ValueError as error:
+        except Exception as error:  # a strategy may be the program's own
             if not self._told:
                 self._told = True
                 logger.warning(
-                    "lens-auto: NEMO_LENS_EXPORT_STRATEGY: %s; nothing is exported before it is registered, the records"
-                    " are kept in the run directory",
+                    "lens-auto: which ranks export cannot be told: %s; nothing is exported of this rank until it can"
+                    " (a strategy of the program's own is looked up again), its records are kept in the run directory",
                     error,
                 )
             return None

@@ -14,8 +14,8 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from lens_auto.export.answer import Answer, Outcome, Sender
 from lens_auto.export.spans import Others, Span, resource_of
@@ -109,17 +109,38 @@ class Progress:
                 )
 
 
+class Candidate(NamedTuple):
+    """A writer that a lane may work on.
+
+    Attributes:
+        writer: its files, freshly looked at.
+        folder: where progress with it is kept.
+        ended: it writes no more.
+    """
+
+    writer: WriterFiles
+    folder: str
+    ended: bool
+
+
 class _Work:
-    """A writer that a lane is at: its progress and the part in its hands."""
+    """What a lane knows of a writer."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
-        self.part: StreamPart | None = None
-        self.spans: Iterator[Span] = iter(())
-        self.waiting: list[Span] = []
-        self.resource: dict[str, Any] = {}
         self.not_before = 0.0
         self.ended = False
+
+
+class _InHand:
+    """The part that a lane is at. One at a time: parts are what takes memory."""
+
+    def __init__(self, progress: Progress, part: StreamPart, resource: dict[str, Any]) -> None:
+        self.progress = progress
+        self.part = part
+        self.resource = resource
+        self.spans = itertools.islice(part.spans(), progress.sent_of_part, None)
+        self.waiting: list[Span] = []
 
 
 class Lane:
@@ -141,6 +162,8 @@ class Lane:
         self._sampled = sampled
         self._decided: dict[bytes, bool] = {}
         self._works: dict[str, _Work] = {}
+        self._in_hand: _InHand | None = None
+        self._turn = 0
         self._lock = threading.Lock()  # the process's main thread asks for progress too
         self._random = random.Random(os.urandom(16))
         self._batch_spans = BATCH_SPANS
@@ -161,70 +184,66 @@ class Lane:
                 work = self._works[writer] = _Work(Progress(folder, self.name))
             return work
 
-    def step(self, writer: WriterFiles, folder: str, ended: bool, writers: int = 1) -> bool:
-        """Send at most one batch of a writer.
-
-        Args:
-            writer: its files, freshly looked at.
-            folder: where progress with it is kept.
-            ended: it writes no more.
-            writers: how many take turns: looking at them all takes a bounded share of the time.
-
-        Returns:
-            Whether there may be more at once.
-        """
-        work = self._work(writer.name, folder)
-        now = time.monotonic()
-        if work.progress.finished or now < self._not_before:
+    def step(self, candidates: Sequence[Candidate]) -> bool:
+        """Send at most one batch; writers take turns, part by part. True: there may be more at once."""
+        if time.monotonic() < self._not_before:
             return False
-        if work.part is None:
-            if now < work.not_before and not (ended and not work.ended):
+        if self._in_hand is None:
+            self._in_hand = self._next(candidates)
+            if self._in_hand is None:
                 return False
-            work.ended = ended
-            if not self._begin(work, writer, ended):
-                work.not_before = now + max(LOOK_EVERY_S, LOOK_SHARE * writers * (time.monotonic() - now))
-                return False
-        if not work.waiting:
-            work.waiting = list(itertools.islice(work.spans, BATCH_SPANS))
-        if not work.waiting:
-            self._complete(work)
-            return True
-        return self._send(work, work.waiting[: self._batch_spans])
+        hand = self._in_hand
+        if not hand.waiting:
+            hand.waiting = list(itertools.islice(hand.spans, BATCH_SPANS))
+        if hand.waiting:
+            return self._send(hand, hand.waiting[: self._batch_spans])
+        progress = hand.progress
+        progress.position = hand.part.after
+        progress.finished = hand.part.cut.last
+        progress.cut = None
+        progress.sent_of_part = 0
+        progress.save()
+        self._in_hand = None
+        return True
 
-    def _begin(self, work: _Work, writer: WriterFiles, ended: bool) -> bool:
-        progress = work.progress
-        part = next_part(writer, progress.position, self._others, ended, progress.cut)
+    def _next(self, candidates: Sequence[Candidate]) -> _InHand | None:
+        """Begin the next part, of the writer whose turn it is."""
+        for number in range(self._turn, self._turn + len(candidates)):
+            each = candidates[number % len(candidates)]
+            work = self._work(each.writer.name, each.folder)
+            now = time.monotonic()
+            if work.progress.finished or (now < work.not_before and each.ended == work.ended):
+                continue
+            work.ended = each.ended
+            found = self._begin(work.progress, each)
+            if found is not None:
+                self._turn = number + 1
+                return found
+            # Looking at them all takes a bounded share of the time.
+            pause_s = LOOK_SHARE * len(candidates) * (time.monotonic() - now)
+            work.not_before = time.monotonic() + max(LOOK_EVERY_S, pause_s)
+        return None
+
+    def _begin(self, progress: Progress, each: Candidate) -> _InHand | None:
+        part = next_part(each.writer, progress.position, self._others, each.ended, progress.cut)
         if part is None:
-            return False
+            return None
         if progress.cut is None:
             progress.cut = part.cut
             progress.sent_of_part = 0
             progress.lost += part.lost
             progress.save()
-        if part.lost:
-            logger.warning("%s: %d records were gone before they could be sent", writer.name, part.lost)
-        work.part = part
-        work.resource = resource_of(writer)
-        work.spans = itertools.islice(part.spans(), progress.sent_of_part, None)
-        return True
+            if part.lost:
+                logger.warning("%s: %d records were gone before they could be sent", each.writer.name, part.lost)
+        return _InHand(progress, part, resource_of(each.writer))
 
-    def _complete(self, work: _Work) -> None:
-        assert work.part is not None
-        progress = work.progress
-        progress.position = work.part.after
-        progress.finished = work.part.cut.last
-        progress.cut = None
-        progress.sent_of_part = 0
-        progress.save()
-        work.part = None
-
-    def _send(self, work: _Work, batch: list[Span]) -> bool:
-        progress = work.progress
+    def _send(self, hand: _InHand, batch: list[Span]) -> bool:
+        progress = hand.progress
         wanted = [span for span in batch if self._is_sampled(span)]
         refused = 0
         if wanted:
             began = time.monotonic()
-            answer = self._sender.send(wanted, work.resource)
+            answer = self._sender.send(wanted, hand.resource)
             if answer.outcome is Outcome.ACCEPTED:
                 self._accepted()
                 refused = min(answer.rejected, len(wanted))
@@ -237,7 +256,7 @@ class Lane:
         progress.refused += refused
         progress.not_sampled += len(batch) - len(wanted)
         progress.sent_of_part += len(batch)
-        del work.waiting[: len(batch)]
+        del hand.waiting[: len(batch)]
         progress.save()
         return True
 

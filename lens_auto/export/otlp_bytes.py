@@ -1,8 +1,8 @@
 """Spans as the bytes of an OTLP `ExportTraceServiceRequest`, without protobuf messages in between.
 
 The same bytes that the SDK's encoder gives, at a fraction of its cost: most of a span repeats from one to the next, so
-whole attributes are remembered in their encoded form. Field numbers are those of opentelemetry/proto/trace/v1/trace.proto
-and opentelemetry/proto/common/v1/common.proto.
+whole attributes are remembered in their encoded form. Field numbers are those of `trace.proto` and `common.proto` in
+https://github.com/open-telemetry/opentelemetry-proto/tree/main/opentelemetry/proto.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Encoder:
     """Encodes spans; remembers what it has encoded. Not for several threads at once."""
 
     def __init__(self) -> None:
-        self._texts: dict[tuple[str, str], bytes] = {}
-        self._numbers: dict[tuple[str, int], bytes] = {}
+        self._texts: dict[tuple[str, Any], bytes] = {}
+        self._numbers: dict[tuple[str, Any], bytes] = {}
         self._names: dict[str, bytes] = {}
         self._resource: tuple[Mapping[str, Any], bytes] = ({}, _field(1, b""))
 

@@ -166,4 +166,5 @@ def _retry_after_s(metadata: Any) -> float | None:
             return None
     except DecodeError:
         return None
-    return max(0.0, info.retry_delay.seconds + info.retry_delay.nanos / 1e9)
+    delay_s: float = info.retry_delay.seconds + info.retry_delay.nanos / 1e9
+    return max(0.0, delay_s)

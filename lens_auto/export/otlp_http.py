@@ -16,7 +16,7 @@ import time
 import zlib
 from typing import Any
 
-import requests  # type: ignore[import-untyped]
+import requests
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
 from lens_auto.export.answer import ACCEPTED, Answer, Outcome
@@ -33,13 +33,13 @@ class _Taken(Exception):
     """Ends the exporter's call: the session has the answer."""
 
 
-class _Session(requests.Session):  # type: ignore[misc]
+class _Session(requests.Session):
     """Sends `body`, whatever it is asked to send, and keeps the answer."""
 
     body = b""
     answer = ACCEPTED
 
-    def request(self, method: str, url: str, **arguments: Any) -> Any:
+    def request(self, method: str, url: str, **arguments: Any) -> Any:  # type: ignore[override]
         headers = {**self.headers, **(arguments.get("headers") or {})}
         encoding = next((value for name, value in headers.items() if name.lower() == "content-encoding"), "")
         arguments["data"] = _compressed(self.body, encoding)
@@ -123,4 +123,4 @@ class HttpSender:
 
     def close(self) -> None:
         """Close the connection."""
-        self._exporter.shutdown()
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]

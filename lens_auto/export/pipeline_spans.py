@@ -93,7 +93,7 @@ def transfer_span_id(
 
 
 def send_span_id(record: Record, seed: bytes, rank: int, group: str, direction: str) -> bytes | None:
-    """The derived id of a rank's PIPELINE_SEND record; None where it has none: it failed, or is of no known microbatch."""
+    """The derived id of a rank's PIPELINE_SEND record; None where it failed, or where its microbatch is unknown."""
     if record.kind != Kind.PIPELINE_SEND or rank < 0 or record.seq < 0 or record.flags & _FAILED:
         return None
     return transfer_span_id(seed, group, record.init, record.a, rank, record.b, record.c, record.seq, direction)

@@ -10,77 +10,53 @@ import contextlib
 import fcntl
 import logging
 import os
+import shutil
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import NamedTuple
 
 from lens_auto.config import NemoLensConfig
-from lens_auto.export import console
-from lens_auto.export.exporters import UnknownExporter, exporter_names, make_exporter, make_sampler
-from lens_auto.export.lane import Lane, OtherRanks
-from lens_auto.export.launch import LOCK_NAME, LOG_NAME, SENDING_NAME, registered, unregister
-from lens_auto.export.spans import Span
-from lens_auto.recorder import spool
-from lens_auto.recorder.layout import RANKS_DIR, SEGMENT_RECORDS, segment_name
-from lens_auto.recorder.read import RunDirectory, Status, UnreadableFile, WriterFiles
+from lens_auto.export import launch
+from lens_auto.export.exporters import exporter_names, make_sampler
+from lens_auto.export.lane import Candidate, Lane, OtherRanks
+from lens_auto.export.senders import make_sender
+from lens_auto.recorder import finish, spool
+from lens_auto.recorder.layout import SEGMENT_RECORDS, SEGMENT_SUFFIX, segment_name
+from lens_auto.recorder.read import RunDirectory, Status, UnreadableFile, WriterFiles, process_is_alive
 from lens_auto.strategies import BUILTIN_STRATEGIES, get_export_strategy
 
 logger = logging.getLogger("lens_auto.export")
 
 LINGER_S = 60.0
 LINGER_VARIABLE = "NEMO_LENS_EXPORTER_LINGER_S"
+TERMINATED_S = 10.0  # what is left after SIGTERM, which schedulers send some time before SIGKILL
 IDLE_S = 0.2
-NO_WRITER_GRACE_S = 3.0  # ranks of a restarted job may be on their way
+GRACE_S = 0.5  # between the last span and the end
+LAST_ANSWER_S = 12.0  # an answer on its way at the end is waited for: a batch that was taken is not sent again
+FINISH_AGAIN_S = 30.0
+VANISHED_S = 3.0
+NICENESS = 10
+_LOCK_TRIES = 5
 
 
-class SdkSender:
-    """Sends through an exporter of the SDK."""
+def make_lanes(
+    config: NemoLensConfig, world_size: Callable[[], int], default_file: Callable[[], str]
+) -> tuple[list[Lane], list[str]]:
+    """One lane for each exporter that the environment names.
 
-    def __init__(self, name: str) -> None:
-        self._exporter = make_exporter(name)
-        self._resource: tuple[dict[str, Any], Any] | None = None
+    Args:
+        config: who exports.
+        world_size: of the job, as far as it is known when a link is made.
+        default_file: where `lens_file` writes unless told otherwise.
 
-    def send(self, spans: list[Span], resource: dict[str, Any]) -> bool:
-        """Encode and export one batch."""
-        from opentelemetry.sdk.trace.export import SpanExportResult
-
-        from lens_auto.export.sdk import resource_from, to_sdk
-
-        if self._resource is None or self._resource[0] != resource:
-            self._resource = (resource, resource_from(resource))
-        made = self._resource[1]
-        try:
-            return self._exporter.export([to_sdk(span, made) for span in spans]) is SpanExportResult.SUCCESS
-        except Exception as error:
-            logger.warning("the exporter raised %s: %s", type(error).__name__, error)
-            return False
-
-    def close(self) -> None:
-        """Shut the exporter down."""
-        self._exporter.shutdown()
-
-
-class ConsoleSender:
-    """Prints one JSON object a line on standard output."""
-
-    def send(self, spans: list[Span], resource: dict[str, Any]) -> bool:
-        """Print one batch."""
-        try:
-            sys.stdout.buffer.write(b"".join(console.encode(span, resource) for span in spans))
-            sys.stdout.buffer.flush()
-        except OSError:  # nobody reads any more
-            return False
-        return True
-
-    def close(self) -> None:
-        """Standard output is not ours to close."""
-
-
-def make_lanes(config: NemoLensConfig, world_size: int) -> list[Lane]:
-    """One lane for each exporter that the environment names; one that cannot be made is logged and left out."""
+    Returns:
+        The lanes, and one line for each exporter that cannot be made.
+    """
     from opentelemetry.sdk.trace.sampling import Decision
 
     sampler = make_sampler()
@@ -89,16 +65,16 @@ def make_lanes(config: NemoLensConfig, world_size: int) -> list[Lane]:
         decision = sampler.should_sample(None, int.from_bytes(trace_id, "big"), name).decision
         return decision is not Decision.DROP
 
-    others = OtherRanks(lambda rank: exports(config, rank, world_size))
-    lanes = []
+    others = OtherRanks(lambda rank: exports(config, rank, world_size()))
+    lanes: list[Lane] = []
+    problems: list[str] = []
     for name in exporter_names():
         try:
-            sender = ConsoleSender() if name == "console" else SdkSender(name)
-        except (UnknownExporter, Exception) as error:
-            logger.error("exporter %r cannot be made: %s", name, error)
-            continue
-        lanes.append(Lane(name, sender, others, sampled))
-    return lanes
+            lanes.append(Lane(name, make_sender(name, default_file), others, sampled))
+        except Exception as error:
+            problems.append(f"the exporter {name!r} cannot be made: {error}")
+            logger.error("%s", problems[-1])
+    return lanes, problems
 
 
 def exports(config: NemoLensConfig, rank: int, world_size: int) -> bool:
@@ -108,64 +84,120 @@ def exports(config: NemoLensConfig, rank: int, world_size: int) -> bool:
     return get_export_strategy(config.export_strategy)(config, rank, world_size)
 
 
+class Local(NamedTuple):
+    """A rank of this node.
+
+    Attributes:
+        writer: its files, as they were a moment ago.
+        folder: where progress with it is kept; None: nothing can be sent of it yet.
+        ended: it writes no more, and its files have come to rest.
+        sends: whether its spans are to be sent; None: nobody can say, they are kept.
+    """
+
+    writer: WriterFiles
+    folder: str | None
+    ended: bool
+    sends: bool | None
+
+    @property
+    def running(self) -> bool:
+        """Whether it may write more."""
+        return self.writer.status is Status.RUNNING
+
+
 class _Node:
-    """The writers of this node, as the spool and their run directories have them."""
+    """The writers of this node that are to be sent, as the spool and their run directories have them."""
 
-    def __init__(self, run_folder: str) -> None:
-        self._run_folder = Path(run_folder)
+    def __init__(self, run_folder: str, config: NemoLensConfig) -> None:
+        self._run_folder = run_folder
+        self._config = config
+        self._finish_after: dict[str, float] = {}
+        self._vanished: dict[str, float] = {}
         self.run_dirs: set[str] = set()
+        self.world_size = 1
 
-    def writers(self) -> list[WriterFiles]:
+    def look(self) -> list[Local]:
         """Registered writers that are not done, in order of rank."""
-        register = registered(str(self._run_folder))
+        register = launch.registered(self._run_folder)
         self.run_dirs.update(run_dir for run_dir in register.values() if run_dir)
         found: dict[str, WriterFiles] = {}
-        for path in (self._run_folder, *map(Path, sorted(self.run_dirs))):
-            for writer in self._read(path):
-                if writer.name in register:
-                    found.setdefault(writer.name, writer)
-                    if writer.info.run_dir:
-                        self.run_dirs.add(writer.info.run_dir)
-        return sorted(found.values(), key=lambda writer: (writer.info.rank, writer.name))
+        for path in (self._run_folder, *sorted(self.run_dirs)):
+            left = register.keys() - found.keys()
+            if left:
+                with contextlib.suppress(UnreadableFile):
+                    found.update((writer.name, writer) for writer in RunDirectory(path, left).writers)
+        self._forget_vanished(register.keys() - found.keys())
+        writers = sorted(found.values(), key=lambda writer: (writer.info.rank, writer.name))
+        self.run_dirs.update(writer.info.run_dir for writer in writers if writer.info.run_dir)
+        self.world_size = max((writer.info.world_size for writer in writers), default=self.world_size)
+        return [local for local in map(self._local, writers) if local is not None]
 
-    @staticmethod
-    def _read(path: Path) -> list[WriterFiles]:
+    def _forget_vanished(self, names: set[str]) -> None:
+        """A writer whose files somebody removed is not waited for."""
+        now = time.monotonic()
+        self._vanished = {name: self._vanished.get(name, now) for name in names}
+        for name, since in self._vanished.items():
+            if now - since > VANISHED_S and not launch.still_writes(name):
+                logger.warning("the files of %s are gone, nothing of it can be sent", name)
+                launch.unregister(self._run_folder, name)
+
+    def _local(self, writer: WriterFiles) -> Local | None:
+        """None: its files are on their way to the run directory."""
+        info, spooled = writer.info, self.is_spooled(writer.folders[0])
+        gone = writer.status is not Status.RUNNING and not process_is_alive(info.pid, info.start_ticks)
+        if gone and spooled and not self._cannot_finish(writer):
+            return None
+        ended = gone or (writer.status is Status.CLOSED and not spooled)
+        folder = next((str(each) for each in writer.folders if not self.is_spooled(each)), None)
+        if folder is None and (gone or info.raw.get("run_dir_failed")):
+            folder = str(writer.folders[0])
+        if info.seed is None and not ended:
+            folder = None
+        sends = info.raw.get("exports")
+        if sends is None and not ended:
+            folder = None
+        elif sends is None and self._config.export_strategy in BUILTIN_STRATEGIES:
+            sends = exports(self._config, info.rank, info.world_size)
+        return Local(writer, folder, ended, sends)
+
+    def is_spooled(self, folder: Path) -> bool:
+        """Whether a writer's folder is the one in the spool."""
+        return str(folder).startswith(self._run_folder + os.sep)
+
+    def _cannot_finish(self, writer: WriterFiles) -> bool:
+        """Move what a dead writer left to the run directory. True: that cannot be done, it is sent from where it is."""
+        now = time.monotonic()
+        if now < self._finish_after.get(writer.name, 0.0):
+            return True
+        folder = str(writer.folders[0])
         try:
-            return RunDirectory(path).writers
-        except UnreadableFile:
-            return []
+            info = finish.read_writer(folder)
+            target = None if info is None else finish.run_dir_of(folder, info)
+            if target is None:
+                raise FileNotFoundError(2, "nothing says where its files belong", folder)
+            finish.finish_writer(folder, target)
+        except FileNotFoundError:
+            return os.path.isdir(folder)  # else somebody else was faster
+        except OSError as error:
+            logger.warning("%r cannot be moved to the run directory (%s)", folder, error.strerror or error)
+            self._finish_after[writer.name] = now + FINISH_AGAIN_S
+            return True
+        return False
 
 
-def run_folder_of(writer: WriterFiles) -> str | None:
-    """Where a writer's progress is kept: its folder in the run directory. None: that is not known yet."""
-    run_dir = writer.info.run_dir
-    if not run_dir:
-        return None
-    folder = os.path.join(run_dir, RANKS_DIR, writer.name)
-    return folder if os.path.isdir(folder) else None
-
-
-def drain(lane: Lane, writers: Callable[[], list[WriterFiles]], stop: Callable[[], bool]) -> None:
-    """Work on a lane until told to stop: all writers in turn, one batch each."""
+def drain(lane: Lane, locals_: Callable[[], list[Local]], stop: Callable[[], bool]) -> None:
+    """Work on a lane until told to stop."""
     while not stop():
-        busy = False
-        for writer in writers():
-            folder = run_folder_of(writer)
-            if folder is None or writer.info.seed is None or not writer.info.raw.get("exports"):
-                continue
-            ended = writer.status in (Status.CLOSED, Status.DIED) and _is_finished(writer)
-            try:
-                busy |= lane.step(writer, folder, ended)
-            except Exception:
-                logger.exception("lane %s stopped at writer %s for now", lane.name, writer.name)
-                time.sleep(1.0)
+        try:
+            busy = lane.step(
+                [Candidate(each.writer, each.folder, each.ended) for each in locals_() if each.folder and each.sends]
+            )
+        except Exception:
+            logger.exception("lane %s goes on in a moment", lane.name)
+            busy = False
+            time.sleep(1.0)
         if not busy:
             time.sleep(IDLE_S)
-
-
-def _is_finished(writer: WriterFiles) -> bool:
-    """Whether its files have come to rest: those of a closed writer in the run directory, of a dead one anywhere."""
-    return writer.status is Status.DIED or len(writer.folders) == 1
 
 
 class Exporter:
@@ -176,128 +208,194 @@ class Exporter:
     """
 
     def __init__(self, run_folder: str) -> None:
-        self._run_folder = run_folder
-        self._node = _Node(run_folder)
+        self._run_folder = run_folder.rstrip(os.sep)
+        self._problems: list[str] = []
+        try:
+            self._config = NemoLensConfig.from_env()
+        except ValueError as error:
+            self._config = NemoLensConfig()
+            self._problems.append(str(error))
+        self._node = _Node(self._run_folder, self._config)
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._looked: tuple[float, list[WriterFiles]] = (0.0, [])
+        self._looked: tuple[float, list[Local]] = (0.0, [])
+        self._end_by: float | None = None
+        self._said = ""
 
-    def writers(self) -> list[WriterFiles]:
-        """The node's writers, looked at a moment ago at most."""
+    def locals_(self) -> list[Local]:
+        """The ranks of this node, looked at a moment ago at most."""
         with self._lock:
             when, found = self._looked
             if time.monotonic() - when > IDLE_S / 2:
-                found = self._node.writers()
+                found = self._node.look()
                 self._looked = (time.monotonic(), found)
             return found
 
+    def terminate(self) -> None:
+        """End soon; called by a signal handler."""
+        if self._end_by is None:
+            self._end_by = time.monotonic() + TERMINATED_S
+
     def run(self) -> None:
         """Until all writers are gone and all is sent, or the bound is reached."""
-        while not any(writer.info.seed is not None for writer in self.writers()):
-            if not self._any_alive(time.monotonic() + NO_WRITER_GRACE_S):
-                return
-            time.sleep(IDLE_S)
-        world_size = max(writer.info.world_size for writer in self.writers())
-        lanes = make_lanes(NemoLensConfig.from_env(), world_size)
+        lanes, problems = make_lanes(self._config, lambda: self._node.world_size, self._default_file)
+        problems += self._problems
+        if not lanes or self._problems:
+            self._node.look()
+            launch.say(self._run_folder, "; ".join(problems) or "no exporter is named", hopeless=True)
+            self._leave()
+            return
+        launch.say(self._run_folder, "; ".join(problems))
         threads = [
-            threading.Thread(target=drain, args=(lane, self.writers, self._stop.is_set), name=f"lane-{lane.name}")
+            threading.Thread(
+                target=drain, args=(lane, self.locals_, self._stop.is_set), name=f"lane-{lane.name}", daemon=True
+            )
             for lane in lanes
         ]
         for thread in threads:
-            thread.daemon = True
             thread.start()
-        linger_s = float(os.environ.get(LINGER_VARIABLE, LINGER_S))
-        last_alive = time.monotonic()
-        while True:
-            writers = self.writers()
-            if any(writer.status is Status.RUNNING for writer in writers):
-                last_alive = time.monotonic()
-            all_done = self._clear(writers, lanes)
-            gone_s = time.monotonic() - last_alive
-            if (all_done and gone_s > NO_WRITER_GRACE_S) or gone_s > linger_s:
-                break
-            time.sleep(IDLE_S)
+        self._wait_for_the_end(lanes)
         self._stop.set()
+        deadline = time.monotonic() + LAST_ANSWER_S
         for thread in threads:
-            thread.join(1.0)
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._clear(self._node.look(), lanes)
         for lane in lanes:
             with contextlib.suppress(Exception):
                 lane.close()
         self._leave()
 
+    def _wait_for_the_end(self, lanes: list[Lane]) -> None:
+        linger_s = _linger_s()
+        last_needed = last_alive = time.monotonic()
+        while True:
+            now = time.monotonic()
+            present = self.locals_()
+            if any(local.running for local in present):
+                last_alive = now
+            if not self._clear(present, lanes):
+                last_needed = now
+            self._say(lanes)
+            if now - last_needed > GRACE_S or now - last_alive > linger_s or now > (self._end_by or now):
+                return
+            time.sleep(IDLE_S)
+
+    def _say(self, lanes: list[Lane]) -> None:
+        """Leave a word for whoever waits: why nothing is accepted at the moment."""
+        reason = "; ".join(f"{lane.name}: {lane.reason}" for lane in lanes if lane.reason)
+        if reason != self._said:
+            self._said = reason
+            launch.say(self._run_folder, reason)
+
+    def _default_file(self) -> str:
+        for run_dir in sorted(self._node.run_dirs):
+            if os.path.isdir(run_dir):
+                return os.path.join(run_dir, f"spans-{os.uname().nodename}.jsonl")
+        raise FileNotFoundError(2, "there is no run directory yet", "NEMO_LENS_FILE")
+
     def _leave(self) -> None:
         """Keep the log where it says something; remove what is ours in the spool, where all is sent."""
-        log = Path(self._run_folder, LOG_NAME)
+        log = Path(self._run_folder, launch.LOG_NAME)
         with contextlib.suppress(OSError):
             text = log.read_bytes()
             for run_dir in self._node.run_dirs:
                 if text and os.path.isdir(run_dir):
                     spool.write_atomically(os.path.join(run_dir, f"exporter-{os.uname().nodename}.log"), text)
-        if not registered(self._run_folder):
-            for name in (LOG_NAME, LOCK_NAME):
-                with contextlib.suppress(OSError):
-                    os.unlink(os.path.join(self._run_folder, name))
-            for folder in (os.path.join(self._run_folder, SENDING_NAME), self._run_folder):
-                with contextlib.suppress(OSError):
-                    os.rmdir(folder)
+        if not launch.registered(self._run_folder):
+            launch.remove_traces(self._run_folder)
 
-    def _any_alive(self, until: float) -> bool:
-        while time.monotonic() < until:
-            if any(writer.status is Status.RUNNING for writer in self.writers()):
-                return True
-            time.sleep(IDLE_S)
-        return False
-
-    def _clear(self, writers: list[WriterFiles], lanes: list[Lane]) -> bool:
-        """Remove segments that every lane is done with; say which writers are. True: all are."""
-        all_done = True
-        for writer in writers:
-            folder = run_folder_of(writer)
-            if folder is None:
-                all_done = all_done and writer.status is not Status.RUNNING
-                continue
-            if writer.info.raw.get("exports") is False:
-                low, done = _written(writer), writer.status is not Status.RUNNING
+    def _clear(self, present: list[Local], lanes: list[Lane]) -> bool:
+        """Remove segments that every lane is done with, and say which writers are. True: all are."""
+        for local in present:
+            writer = local.writer
+            if local.sends is False:
+                low, done = _all_but_newest(writer), local.ended
+            elif local.sends is None or local.folder is None:
+                low, done = 0, local.ended and local.sends is None
             else:
-                progresses = [lane.progress(writer, folder) for lane in lanes]
-                low = min((each.position.low for each in progresses), default=0)
-                done = bool(progresses) and all(each.finished for each in progresses)
-            if lanes:
-                remove_segments(writer, low // SEGMENT_RECORDS, done)
+                progresses = [lane.progress(writer.name, local.folder) for lane in lanes]
+                low = min(each.position.low for each in progresses)
+                done = local.ended and all(each.finished for each in progresses)
+            if any(lane.remote for lane in lanes) and local.sends is not None:
+                self._remove(local, low // SEGMENT_RECORDS, done)
             if done:
-                unregister(self._run_folder, writer.name)
-            all_done = all_done and done
-        return all_done and not registered(self._run_folder)
+                launch.unregister(self._run_folder, writer.name)
+        return not launch.registered(self._run_folder)
+
+    def _remove(self, local: Local, before: int, done: bool) -> None:
+        for folder in local.writer.folders:
+            if str(folder) != local.folder and not local.ended:
+                continue  # what is in the spool is the rank's to move
+            if done and self._node.is_spooled(folder):
+                shutil.rmtree(folder, ignore_errors=True)  # it could not be moved to a run directory
+            else:
+                remove_segments(folder, before, done)
 
 
-def _written(writer: WriterFiles) -> int:
-    """Number after the last record of a writer whose spans nobody wants, less the segment it writes to."""
+def _linger_s() -> float:
+    try:
+        return max(0.0, float(os.environ.get(LINGER_VARIABLE, "") or LINGER_S))
+    except ValueError:
+        logger.warning("%s is not a number of seconds; it is %g", LINGER_VARIABLE, LINGER_S)
+        return LINGER_S
+
+
+def _all_but_newest(writer: WriterFiles) -> int:
+    """Number of a record up to which nothing is written any more; nobody wants the spans."""
     return max(writer.last_segment - 1, 0) * SEGMENT_RECORDS
 
 
-def remove_segments(writer: WriterFiles, before: int, whole: bool) -> None:
-    for folder in writer.folders:
+def remove_segments(folder: Path, before: int, whole: bool) -> None:
+    """Remove a writer's segments below a number, or all of them."""
+    try:
+        names = [entry.name for entry in os.scandir(folder) if entry.name.endswith(SEGMENT_SUFFIX)]
+    except OSError:
+        return
+    for name in names:
+        if whole or name < segment_name(before):
+            with contextlib.suppress(OSError):
+                os.unlink(folder / name)
+
+
+def _lock(path: str) -> int | None:
+    """Hold the lock of a run's exporter; None: another process holds it."""
+    for _ in range(_LOCK_TRIES):
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            names = [entry.name for entry in os.scandir(folder) if entry.name.endswith(".seg")]
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Another exporter may have removed the file at its end, after we opened it.
+            if os.fstat(descriptor).st_ino == os.stat(path).st_ino:
+                return descriptor
         except OSError:
-            continue
-        for name in names:
-            if (whole and len(writer.folders) == 1) or name < segment_name(before):
-                with contextlib.suppress(OSError):
-                    os.unlink(folder / name)
+            pass  # held by another exporter, or for a moment by a rank that looks whether there is one
+        os.close(descriptor)
+        time.sleep(0.05)
+    return None
 
 
 def main(arguments: list[str]) -> int:
     """Entry point of `python -m lens_auto.export.process RUN_FOLDER`."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     run_folder = arguments[0]
-    lock = os.open(os.path.join(run_folder, LOCK_NAME), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)  # training first
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        lock = _lock(os.path.join(run_folder, launch.LOCK_NAME))
+    except OSError as error:
+        logger.error("%r cannot be locked: %s", run_folder, error)
+        return 1
+    if lock is None:
         return 0  # another one is it
-    Exporter(run_folder).run()
-    return 0
+    exporter = Exporter(run_folder)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        exporter.terminate()
+
+    signal.signal(signal.SIGTERM, end)
+    exporter.run()
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0)  # a lane may still be in a call that does not return
 
 
 if __name__ == "__main__":

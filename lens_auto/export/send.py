@@ -9,19 +9,26 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from lens_auto.config import NemoLensConfig
+from lens_auto.export import launch
+from lens_auto.export.answer import Outcome
 from lens_auto.export.exporters import exporter_names
-from lens_auto.export.process import SdkSender, make_lanes, remove_segments, run_folder_of
+from lens_auto.export.kept import kept_spans, progress_folder
+from lens_auto.export.lane import Candidate
+from lens_auto.export.process import exports, make_lanes, remove_segments
+from lens_auto.export.senders import make_sender
 from lens_auto.export.spans import run_spans
+from lens_auto.recorder import finish, rundir
 from lens_auto.recorder.layout import SEGMENT_RECORDS
 from lens_auto.recorder.read import RunDirectory, Status
+from lens_auto.strategies import BUILTIN_STRATEGIES
 
 BATCH_SPANS = 512
-PATIENCE_S = 60.0
+PATIENCE_S = 15.0
 _PAUSE_S = 0.5
 
 
 class NotSent(Exception):
-    """An endpoint did not take spans for `PATIENCE_S`. The message says how many it took."""
+    """An endpoint did not take spans for `PATIENCE_S`. The message says how many it took, and why no more."""
 
 
 class Sent(NamedTuple):
@@ -44,6 +51,10 @@ def name_endpoint(endpoint: str | None, protocol: str | None, environ: Mapping[s
         os.environ["OTEL_EXPORTER_OTLP_PROTOCOL"] = protocol
 
 
+def _file_of(run: RunDirectory) -> str:
+    return str(run.path / f"spans-{os.uname().nodename}.jsonl")
+
+
 def send_run(run: RunDirectory, advance: Callable[[int], None]) -> Sent:
     """Send all spans of a run to the endpoint that the environment names; the run directory stays as it is.
 
@@ -54,16 +65,16 @@ def send_run(run: RunDirectory, advance: Callable[[int], None]) -> Sent:
     Raises:
         NotSent: the endpoint does not take them.
     """
-    sender = SdkSender("otlp")
+    sender = make_sender("otlp", lambda: _file_of(run))
     sent = 0
     try:
         for made in run_spans(run):
             spans = iter(made.spans)
             while batch := list(itertools.islice(spans, BATCH_SPANS)):
                 deadline = time.monotonic() + PATIENCE_S
-                while not sender.send(batch, made.resource):
-                    if time.monotonic() > deadline:
-                        raise NotSent(f"the endpoint took {sent:,} spans, then none for {PATIENCE_S:.0f} s")
+                while (answer := sender.send(batch, made.resource)).outcome is not Outcome.ACCEPTED:
+                    if time.monotonic() > deadline or answer.outcome is not Outcome.LATER:
+                        raise NotSent(f"the endpoint took {sent:,} spans and no more: {answer.reason}")
                     time.sleep(_PAUSE_S)
                 sent += len(batch)
                 advance(len(batch))
@@ -80,34 +91,53 @@ def recover(run: RunDirectory, advance: Callable[[int], None]) -> Sent:
     """
     os.environ.setdefault("OTEL_TRACES_EXPORTER", ",".join(exporter_names()) or "otlp")
     world_size = max((writer.info.world_size for writer in run.writers), default=1)
-    lanes = make_lanes(NemoLensConfig.from_env(), world_size)
+    config = NemoLensConfig.from_env()
+    lanes, problems = make_lanes(config, lambda: world_size, lambda: _file_of(run))
     if not lanes:
-        raise NotSent("no exporter could be made; OTEL_TRACES_EXPORTER names none that is installed")
+        raise NotSent("; ".join(problems) or "OTEL_TRACES_EXPORTER names no exporter")
     sent = not_sampled = running = 0
     for writer in run.writers:
-        folder = run_folder_of(writer)
-        if writer.status is Status.RUNNING or folder is None:
+        if writer.status is Status.RUNNING:
             running += 1
             continue
-        if writer.info.raw.get("exports") is False:
+        wanted = writer.info.raw.get("exports")
+        if wanted is None and config.export_strategy in BUILTIN_STRATEGIES:
+            wanted = exports(config, writer.info.rank, writer.info.world_size)
+        if wanted is False:
             continue
+        low: int | None = None
         for lane in lanes:
-            progress = lane.progress(writer, folder)
-            before, before_left = progress.sent, progress.dropped_by_sampler
+            folder = progress_folder(writer, lane.name)
+            progress = lane.progress(writer.name, folder)
+            before, before_left = progress.sent, progress.not_sampled
             last_moved = time.monotonic()
             while not progress.finished:
                 count = progress.sent
-                if lane.step(writer, folder, True):
+                if lane.step([Candidate(writer, folder, True)]):
                     last_moved = time.monotonic()
                     advance(progress.sent - count)
                 elif time.monotonic() - last_moved > PATIENCE_S:
-                    raise NotSent(f"the endpoint took {sent + progress.sent - before:,} spans, then none")
+                    left = kept_spans(run.path, lane.name)
+                    raise NotSent(
+                        f"the endpoint took {sent + progress.sent - before:,} spans, {left:,} are left: {lane.reason}"
+                    )
                 else:
                     time.sleep(0.05)
             sent += progress.sent - before
-            not_sampled += progress.dropped_by_sampler - before_left
-        low = min(lane.progress(writer, folder).position.low for lane in lanes)
-        remove_segments(writer, low // SEGMENT_RECORDS, True)
+            not_sampled += progress.not_sampled - before_left
+            low = progress.position.low if low is None else min(low, progress.position.low)
+        if any(lane.remote for lane in lanes):
+            for each in writer.folders:
+                remove_segments(each, (low or 0) // SEGMENT_RECORDS, len(writer.folders) == 1)
+        _forget(run.run_id, writer.name)
     for lane in lanes:
         lane.close()
     return Sent(sent, not_sampled, running)
+
+
+def _forget(run_id: str, writer: str) -> None:
+    """Nothing is left of what an exporter noted in the spool."""
+    for folder in finish.spooled_runs(rundir.safe_name(run_id)):
+        launch.unregister(folder, writer)
+        if not launch.registered(folder) and not launch.is_running(folder):
+            launch.remove_traces(folder)

@@ -18,7 +18,8 @@ from lens_auto import semconv
 from lens_auto.groups import TrainingSpanGroup as Group
 from lens_auto.iteration.rule import Int64Array, Iterations, Mask, find_iterations
 from lens_auto.recorder import ids
-from lens_auto.recorder.layout import Flag, Kind, Phase
+from lens_auto.recorder.hang import iso, read_hang
+from lens_auto.recorder.layout import HANG_NAME, Flag, Kind, Phase
 from lens_auto.recorder.read import RECORD_DTYPE, Records, RunDirectory, WriterFiles
 
 AttributeValue: TypeAlias = "str | bool | int | float | list[str] | list[bool] | list[int] | list[float]"
@@ -37,6 +38,7 @@ _COALESCED = int(Flag.COALESCED)
 _ENQUEUE = int(Flag.ENQUEUE)
 _AMBIGUOUS = int(Flag.AMBIGUOUS)
 _END_UNKNOWN = int(Flag.END_UNKNOWN)
+_FLIGHT = int(Flag.FLIGHT)
 _UNKNOWN_PREFIX = "lens.record."
 _CHUNK = 16_384
 
@@ -581,8 +583,64 @@ class SpanMaker:
                 semconv.SPAN_CHECKPOINT_SAVE if kind == Kind.CHECKPOINT_SAVE else semconv.SPAN_CHECKPOINT_LOAD,
                 attributes,
             )
+        if kind == Kind.HANG:
+            self._describe_hang(record, attributes)
+            return semconv.SPAN_HANG, attributes
+        if kind == Kind.FSDP:
+            if record.group:
+                attributes[semconv.DL_COMM_GROUP] = text(record.group)
+            if record.detail and not record.flags & _FAILED:
+                attributes[semconv.DL_MODEL_MODULE] = text(record.detail)
+            return semconv.SPAN_FSDP_PREFIX + text(record.name), attributes
+        if kind == Kind.DDP:
+            self._describe_ddp(record, attributes)
+            return semconv.SPAN_DDP_PREFIX + text(record.name), attributes
         # A kind that this version does not know: shown rather than lost.
         return f"{_UNKNOWN_PREFIX}{kind}", attributes
+
+    def _describe_ddp(self, record: _Record, attributes: dict[str, AttributeValue]) -> None:
+        """What the reducer's own logger measured of one iteration."""
+        attributes[semconv.LENS_TIMING_SOURCE] = semconv.TIMING_DDP_LOGGER
+        attributes[semconv.DL_DDP_ITERATION] = record.a
+        if self._writer.string(record.name) != "communication":
+            return
+        sizes = [int(size) for size in self._writer.string(record.detail).split(",") if size.strip().isdigit()]
+        attributes[semconv.DL_COMM_GROUP] = self._writer.string(record.group)
+        attributes[semconv.DL_COMM_GROUP_SIZE] = record.group_size
+        attributes[semconv.DL_COMM_BYTES] = record.bytes
+        attributes[semconv.DL_COMM_EXPOSED_NS] = record.exposed_ns
+        attributes[semconv.DL_DDP_OVERLAP_NS] = record.b
+        attributes[semconv.DL_DDP_BUCKETS] = len(sizes)
+        attributes[semconv.DL_DDP_BUCKET_SIZES] = sizes
+
+    def _describe_hang(self, record: _Record, attributes: dict[str, AttributeValue]) -> None:
+        """What the hang watch saw; the stacks are in the file that it wrote."""
+        text = self._writer.string
+        attributes[semconv.LENS_HANG_OPERATION] = text(record.name)
+        attributes[semconv.LENS_HANG_SINCE] = iso(self._info.clock.wall(record.start_ns))
+        if record.a in list(Phase):
+            attributes[semconv.LENS_HANG_PHASE] = Phase(record.a).name.lower()
+        if record.group:
+            attributes[semconv.DL_COMM_GROUP] = text(record.group)
+        if record.group_size:
+            attributes[semconv.DL_COMM_GROUP_SIZE] = record.group_size
+        if record.seq >= 0:
+            attributes[semconv.DL_COMM_SEQ] = record.seq
+        if record.peer >= 0:
+            attributes[semconv.DL_COMM_PEER] = record.peer
+        for folder in self._writer.folders:
+            report = read_hang(folder / HANG_NAME)
+            if report is None:
+                continue
+            attributes[semconv.LENS_HANG_FILE] = str(folder / HANG_NAME)
+            peers = (report.get("operation") or {}).get("peers")
+            if isinstance(peers, list):
+                attributes[semconv.DL_COMM_PEERS] = [int(peer) for peer in peers]
+            attributes[semconv.LENS_HANG_STACKS] = [
+                "\n".join([str(each.get("name")), *map(str, each.get("frames") or [])])
+                for each in report.get("stacks") or []
+            ]
+            return
 
     def _describe_communication(self, record: _Record, attributes: dict[str, AttributeValue]) -> None:
         text = self._writer.string
@@ -624,6 +682,8 @@ class SpanMaker:
                 self._fail(span, int(wait["detail"]))
         if record.flags & _END_UNKNOWN or (record.flags & _ASYNC and not waits):
             span.attributes[semconv.DL_COMM_END] = semconv.DL_COMM_END_UNKNOWN
+        if record.flags & _FLIGHT:  # it says that the operation exists, not who waited for it
+            return
         if not enqueued:  # the host's waiting says nothing about work that a device does
             span.attributes[semconv.DL_COMM_EXPOSED_NS] = exposed_ns
         else:
@@ -673,6 +733,8 @@ def _link(trace_id: bytes, span_id: bytes, *, exported: bool) -> Link:
 
 
 def _timing(flags: int) -> str:
+    if flags & _FLIGHT:
+        return semconv.TIMING_FLIGHT_RECORDER
     return semconv.TIMING_HOST_ENQUEUE if flags & _ENQUEUE else semconv.TIMING_HOST
 
 

@@ -24,7 +24,7 @@ PATIENCE_NS = 60_000_000_000  # how long an operation without a wait may hold it
 _LAG = 2  # iterations that stay behind: the open one, and one that is closed
 _PAST = 16
 _LOADERS = 64
-_SEGMENTS = 2
+_AT_ONCE = SEGMENT_RECORDS // 2  # records looked at for one part; more where an iteration has more
 _MUCH = 2 * SEGMENT_RECORDS
 _END = 1 << 62
 
@@ -152,15 +152,15 @@ def next_part(
     Returns:
         None: nothing more can be told yet (or, where the writer ended, at all).
     """
-    segments = _SEGMENTS
+    at_once = _AT_ONCE
     while True:
-        records, exhausted, lost = _read(writer, position, cut, segments)
+        records, exhausted, lost = _read(writer, position, cut, at_once)
         resume = position.resume if not lost else _resume_after_loss(records, position)
         iterations = find_iterations(records.data, records.numbers, writer.last_sign_ns, resume)
-        chosen = cut or _choose(records, iterations, position, lost, ended and exhausted, not exhausted)
+        chosen = cut or _choose(records, iterations, position, lost, ended and exhausted)
         if chosen is not None or exhausted:
             break
-        segments *= 2  # one iteration of more records than that
+        at_once *= 2  # one iteration of more records than that
     if chosen is None:
         return None
     part = Part(chosen.until_ns, frozenset(chosen.held), chosen.last)
@@ -168,11 +168,11 @@ def next_part(
     return StreamPart(chosen, maker, _after(records, iterations, resume, chosen), lost)
 
 
-def _read(writer: WriterFiles, position: Position, cut: Cut | None, segments: int) -> tuple[Records, bool, int]:
+def _read(writer: WriterFiles, position: Position, cut: Cut | None, at_once: int) -> tuple[Records, bool, int]:
     """Records that are not done, whether these are all there are, and how many are gone with their segments."""
     first = position.top // SEGMENT_RECORDS
-    if cut is not None:
-        segments = max(cut.below - 1, position.top) // SEGMENT_RECORDS + 1 - first
+    last = max(cut.below - 1, position.top) if cut is not None else position.top + at_once
+    segments = last // SEGMENT_RECORDS + 1 - first
     # What is open may lie far behind: the segments between are not read again.
     behind = sorted({number // SEGMENT_RECORDS for number in position.open} - set(range(first, first + segments)))
     read = {number: found for number in behind if _segment_of(found := writer.records(number, 1)) == number}
@@ -188,6 +188,9 @@ def _read(writer: WriterFiles, position: Position, cut: Cut | None, segments: in
         wanted &= numbers < cut.below
         if cut.missing:
             wanted &= ~np.isin(numbers, np.array(cut.missing, dtype=np.int64))
+    elif len(numbers) and len(numbers) - int(np.searchsorted(numbers, position.top)) > at_once:
+        wanted &= numbers < numbers[int(np.searchsorted(numbers, position.top)) + at_once]
+        exhausted = False
     data, numbers = data[wanted], numbers[wanted]
     lost = 0
     fresh = numbers[numbers >= position.top]
@@ -213,9 +216,7 @@ def _resume_after_loss(records: Records, position: Position) -> Resume | None:
     return Resume(int(data["iteration"][0]), start_ns, (start_ns,), loaders)
 
 
-def _choose(
-    records: Records, iterations: Iterations, position: Position, lost: int, last: bool, more: bool
-) -> Cut | None:
+def _choose(records: Records, iterations: Iterations, position: Position, lost: int, last: bool) -> Cut | None:
     """Where the next part ends; None: nothing is closed for good yet."""
     below = int(records.numbers[-1]) + 1 if len(records) else position.top
     below = max(below, position.top)
@@ -223,7 +224,7 @@ def _choose(
         return Cut(below, _END, (), (), True)
     if len(iterations) > _LAG:
         until_ns = int(iterations.start_ns[-_LAG])
-    elif not len(iterations) and len(records) >= _MUCH and not more:
+    elif not len(iterations) and len(records) >= _MUCH:
         until_ns = int(np.quantile(records.data["start_ns"], 0.5))  # a rank that never steps
     else:
         return None

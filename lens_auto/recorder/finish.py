@@ -14,6 +14,8 @@ from collections.abc import Iterator
 
 from lens_auto.recorder import rundir, spool
 from lens_auto.recorder.layout import (
+    EXIT_NAME,
+    HANG_NAME,
     LIVE_NAME,
     RANKS_DIR,
     RECORD_BYTES,
@@ -117,9 +119,13 @@ def finish_writer(folder: str, run_dir: str) -> None:
         for name in sorted(os.listdir(folder)):
             if name.endswith(SEGMENT_SUFFIX):
                 move_segment(os.path.join(folder, name), target)
-        for name in (STRINGS_NAME, LIVE_NAME):
+        for name in (STRINGS_NAME, LIVE_NAME, HANG_NAME, EXIT_NAME):
             with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, name), "rb") as file:
                 spool.write_atomically(os.path.join(target, name), file.read())
+        for path in glob.glob(os.path.join(glob.escape(folder), "export-*.json")):  # how far exporters are with it
+            with open(path, "rb") as file:
+                spool.write_atomically(os.path.join(target, os.path.basename(path)), file.read())
+        _tell_exporter(folder, run_dir)
         info = read_writer(folder)
         if info is not None:
             info["run_dir"] = run_dir
@@ -128,6 +134,15 @@ def finish_writer(folder: str, run_dir: str) -> None:
         for parent in (os.path.dirname(folder), os.path.dirname(os.path.dirname(folder))):
             with contextlib.suppress(OSError):
                 os.rmdir(parent)
+
+
+def _tell_exporter(folder: str, run_dir: str) -> None:
+    """Where the files of a writer are now, for the exporter that has yet to send them."""
+    from lens_auto.export import launch
+
+    run_folder, writer = os.path.dirname(os.path.dirname(folder)), os.path.basename(folder)
+    if os.path.exists(os.path.join(run_folder, launch.SENDING_NAME, writer)):
+        launch.register(run_folder, writer, run_dir)
 
 
 def spooled_writers() -> list[str]:
@@ -153,7 +168,7 @@ def spooled_runs(key: str | None = None) -> list[str]:
     return found
 
 
-def _run_dir_of(folder: str, info: dict[str, object]) -> str | None:
+def run_dir_of(folder: str, info: dict[str, object]) -> str | None:
     """Where a dead writer's files belong: where it said, where its siblings went, or where it would have gone alone."""
     if isinstance(info.get("run_dir"), str):
         return str(info["run_dir"])
@@ -186,7 +201,7 @@ def finish_dead(run_dir: str | None = None, key: str | None = None) -> list[str]
         if info is None or is_alive(info):
             continue
         try:
-            target = _run_dir_of(folder, info)
+            target = run_dir_of(folder, info)
             if target is None or (wanted is not None and os.path.realpath(target) != wanted):
                 continue
             finish_writer(folder, target)

@@ -18,6 +18,9 @@ from lens_auto.export.exporting import Exporting
 from lens_auto.iteration.agreement import Agreement
 from lens_auto.iteration.sharing import Sharing
 from lens_auto.recorder import finish, rundir, spool
+from lens_auto.recorder.ending import Ending
+from lens_auto.recorder.flight import FlightLog
+from lens_auto.recorder.hang import HangWatch
 from lens_auto.recorder.layout import RANKS_DIR, WRITER_NAME, WriterState
 from lens_auto.recorder.recorder import Recorder
 from lens_auto.recorder.segment import Segment
@@ -45,6 +48,10 @@ class Housekeeper:
         self.agreement: Agreement | None = None
         self.sharing: Sharing | None = None
         self.exporting: Exporting | None = None
+        self.ending = Ending(self)
+        self.watch = HangWatch(self, 0.0)
+        self.flight = FlightLog(self)
+        self._claimed_early: str | None = None  # the run id under which the run directory was made before it was agreed
         self._named = threading.Event()
         self._stopping = threading.Event()
         self._kept: list[tuple[str, int, int]] = []  # path, bytes, records
@@ -59,7 +66,20 @@ class Housekeeper:
         self.save()
         if self.exporting is not None:
             self.exporting.register(str(self.info["writer"]), None)
+        self.ending.install()
         self._thread.start()
+
+    def watch_hangs(self, timeout_s: float) -> None:
+        """Notice it when nothing happens any more for so long; 0: do not."""
+        self.watch = HangWatch(self, timeout_s)
+
+    def open_segments(self) -> list[Segment]:
+        """Segments that have not moved yet, oldest first."""
+        return [*self._resting, *self.recorder.closed, self.recorder.segment]
+
+    def touch(self) -> None:
+        """What `writer.json` says has changed; it is written at the next tick."""
+        self._dirty = True
 
     def agree(self, agreement: Agreement) -> None:
         """Agree on seed and run id with the other ranks, in the background."""
@@ -106,12 +126,16 @@ class Housekeeper:
         """One round of all duties."""
         self.recorder.prepare()
         self._agree_on()
+        if self._named.is_set() and self._claimed_early is not None:
+            self._leave_early_claim()
         if self._named.is_set() and self.run_dir is None:
             self._claim_run_dir()
         if self.exporting is not None and self._named.is_set():
             self._look_after_exporter(self.exporting)
         if self.sharing is not None and self._named.is_set():
             self.sharing.tick(self.info, self.run_dir)
+        self.watch.tick()
+        self.flight.tick()
         self._move(time.monotonic_ns() - SETTLE_NS)
         self._keep_bound()
         self.recorder.publish(sum(size for _, size, _ in self._kept), guard.fault_count())
@@ -153,9 +177,31 @@ class Housekeeper:
         except OSError as error:
             self._tell(f"the run directory {wanted!r} cannot be written ({error.strerror or error})")
             self.run_dir = ""
+            self.info = {**self.info, "run_dir_failed": True}  # the exporter sends from the spool
+            self._dirty = True
             return
         self.info = {**self.info, "run_dir": self.run_dir}
         self._dirty = True
+
+    def claim_early(self) -> None:
+        """Make the run directory before the ranks agreed on a run: they may hang before they do."""
+        if self.run_dir is not None:
+            return
+        try:
+            self.run_dir = rundir.claim(self.info["fallback_dir"], str(self.info["run_id"]))
+        except OSError as error:
+            self._tell(f"the run directory {self.info['fallback_dir']!r} cannot be written ({error.strerror or error})")
+            return
+        self._claimed_early = str(self.info["run_id"])
+        self.info = {**self.info, "run_dir": self.run_dir}
+        self.save()
+
+    def _leave_early_claim(self) -> None:
+        """The ranks agreed on another run after all: what was written under the first one is left alone."""
+        if self._claimed_early != self.info["run_id"]:
+            self.run_dir = None
+            self.info = {**self.info, "run_dir": None}
+        self._claimed_early = None
 
     def _tell(self, what: str) -> None:
         if not self._told:
@@ -171,7 +217,8 @@ class Housekeeper:
         folder = self.recorder.folder
         return os.path.dirname(os.path.dirname(folder)) if folder else None
 
-    def _writer_dir(self) -> str | None:
+    def writer_dir(self) -> str | None:
+        """The writer's folder in the run directory; None while that is not known."""
         if not self.run_dir or self.recorder.folder is None:
             return None
         return os.path.join(self.run_dir, RANKS_DIR, os.path.basename(self.recorder.folder))
@@ -179,15 +226,21 @@ class Housekeeper:
     def _move(self, older_than_ns: int) -> None:
         """Closed segments go to the run directory, once there is one."""
         self._resting += self.recorder.take_closed(older_than_ns)
-        target = self._writer_dir()
+        target = self.writer_dir()
         while self._resting:
             segment = self._resting[0]
-            path, kept, used = segment.path, os.path.getsize(segment.path), segment.used()
+            try:
+                path, kept, used = segment.path, os.path.getsize(segment.path), segment.used()
+            except FileNotFoundError:  # the exporter process removes what was accepted, or what nobody wants
+                self._resting.pop(0)
+                continue
             if target is not None:
                 spool.private_folder(target)
                 try:
                     kept = finish.move_segment(segment.path, target)
                     path = os.path.join(target, os.path.basename(segment.path))
+                except FileNotFoundError:
+                    kept = 0
                 except OSError as error:
                     self._tell(f"the run directory {self.run_dir!r} takes no more ({error.strerror or error})")
             elif self.run_dir is None:
@@ -217,9 +270,11 @@ class Housekeeper:
             "records": self.recorder.written(),
             "dropped": self.recorder.dropped,
             "hook_faults": guard.fault_count(),
+            "process_groups": self.watch.process_groups,
+            "failure": self.ending.failure,
         }
         data = json.dumps(self.info).encode() + b"\n"
-        for folder in (self.recorder.folder, self._writer_dir()):
+        for folder in (self.recorder.folder, self.writer_dir()):
             if folder is None:
                 continue
             try:
@@ -239,11 +294,14 @@ class Housekeeper:
         while agreement is not None and not agreement.finished and time.monotonic() < patience:
             self.recorder.wake.set()
             time.sleep(0.01)
+        self.ending.finish()
         self._stopping.set()
         if self.sharing is not None:
             self.sharing.stop()
         self.recorder.wake.set()
         self._thread.join(max(0.1, deadline - time.monotonic()))
+        if not self._thread.is_alive():
+            self.flight.finish()
         self.recorder.stop()
         if self._thread.is_alive():  # stuck in a file system call: what is written stays for the next reader
             return self._spool_run()
@@ -255,13 +313,18 @@ class Housekeeper:
         self._keep_bound()
         self.recorder.publish(sum(size for _, size, _ in self._kept), guard.fault_count())
         self.recorder.live.state(WriterState.CLOSED)
-        self.info = {**self.info, "ended_ns": time.monotonic_ns(), "end": "exit", "hooks_off": guard.switched_off()}
+        self.info = {
+            **self.info,
+            "ended_ns": time.monotonic_ns(),
+            "end": self.ending.end,
+            "hooks_off": guard.switched_off(),
+        }
+        if self.exporting is not None:
+            self._look_after_exporter(self.exporting)
         self.save()
         folder = self.recorder.folder
         if folder is None or not self.run_dir:
             return self._spool_run()
-        if self.exporting is not None:
-            self._look_after_exporter(self.exporting)
         try:
             finish.finish_writer(folder, self.run_dir)
         except OSError as error:

@@ -70,6 +70,11 @@ class Kind(enum.IntEnum):
     PIPELINE_RECV = 17  # the same; COALESCED: posted together with other transfers, and waited for with them
     PIPELINE_CALL = 18  # the schedule call itself, never a span; name: the schedule; b: 1 with backward, 0 without
     RECV_SOURCE = 19  # ref: a RECV, of which more is known now; peer, seq: whose send it was, or AMBIGUOUS
+    HANG = 20  # start: since when; end: when it was noticed; name, group, seq, peer: of the operation; a: its Phase;
+    # b: its Kind, 0 where a phase or the flight recorder told; detail: file with the stacks, in the writer's folder
+    FSDP = 21  # a parameter group of FSDP2; name: unshard, wait_for_unshard, reduce_scatter; detail: its module
+    DDP = 22  # from the reducer's own logger; name: forward, backward, communication; a: iteration of the reducer;
+    # communication: b: overlap with backward ns; c: buckets, 0 where the flight recorder counts them; detail: their sizes
 
 
 class Flag(enum.IntFlag):
@@ -86,6 +91,7 @@ class Flag(enum.IntFlag):
     ANY_SOURCE = 256
     AMBIGUOUS = 512  # a receive whose send cannot be told
     END_UNKNOWN = 1024  # it will not be completed by a WAIT: what followed it bypasses Work.wait
+    FLIGHT = 2048  # from torch's flight recorder: it exists, its start is when it was created
 
 
 # --- segments ---------------------------------------------------------------------------------------------------------
@@ -121,7 +127,11 @@ LIVE_PHASE_OFFSET = 192  # begin, phase, iteration, since ns, steps ever, fetche
 LIVE_PHASE = struct.Struct("<IIQQQQI")
 LIVE_COUNTERS_OFFSET = 320  # records written (all segments), records dropped, hook faults, bytes kept, segments made
 LIVE_COUNTERS = struct.Struct("<QQQQQ")
+# Operations that this rank has issued so far (u64 each), in the order of `process_groups` in writer.json.
+LIVE_ISSUED_OFFSET = 384
+LIVE_ISSUED_COUNT = 80
 LIVE_SLOTS_OFFSET = 1024
+assert LIVE_ISSUED_OFFSET + 8 * LIVE_ISSUED_COUNT <= LIVE_SLOTS_OFFSET
 LIVE_SLOT_BYTES = 128
 LIVE_SLOTS = (LIVE_BYTES - LIVE_SLOTS_OFFSET) // LIVE_SLOT_BYTES
 # begin, kind, thread, native thread id, name, group, group size, peer, tag, start ns, seq, bytes, dtype, end
@@ -156,5 +166,7 @@ STRINGS_NAME = (
 )
 STRINGS_FORMAT = "lens-strings"
 WRITER_NAME = "writer.json"
+HANG_NAME = "hang.json"  # what a rank was in when nothing happened any more, see recorder/hang.py
+EXIT_NAME = "exit.json"  # how the process ended, as its launcher saw it, see recorder/exits.py
 RANKS_DIR = "ranks"
 MANIFEST_NAME = "manifest.json"

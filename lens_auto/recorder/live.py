@@ -12,6 +12,7 @@ from lens_auto.recorder.layout import Phase, WriterState
 
 _U32 = struct.Struct("<I")
 _U16 = struct.Struct("<H")
+_U64 = struct.Struct("<Q")
 _pack_slot = layout.LIVE_SLOT.pack_into
 _pack_phase = layout.LIVE_PHASE.pack_into
 _clear_slot = _U16.pack_into
@@ -64,6 +65,11 @@ class LiveFile:
         layout.LIVE_COUNTERS.pack_into(
             self.buffer, layout.LIVE_COUNTERS_OFFSET, records, dropped, faults, kept_bytes, segments
         )
+
+    def issued(self, index: int, count: int) -> None:
+        """Write how many operations of a process group this rank has issued (`process_groups` of `writer.json`)."""
+        if index < layout.LIVE_ISSUED_COUNT:
+            _U64.pack_into(self.buffer, layout.LIVE_ISSUED_OFFSET + 8 * index, count)
 
     def phase(self, phase: Phase, iteration: int, since_ns: int, steps: int, fetches: int) -> None:
         """Write what the training thread is in, and since when (monotonic)."""

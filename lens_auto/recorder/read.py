@@ -14,6 +14,7 @@ import os
 import re
 import socket
 import stat
+import struct
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +28,7 @@ from lens_auto.recorder import layout
 from lens_auto.recorder.layout import FORMAT_VERSION, RECORD_FIELDS, SEGMENT_RECORDS, Kind, Phase, WriterState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
 RUN_FORMAT = "lens-run"
 WRITER_FORMAT = "lens-writer"
@@ -362,6 +363,7 @@ class LiveFile:
     hook_faults: int
     kept_bytes: int
     segments: int
+    issued: tuple[int, ...]  # operations issued, by process group in the order of `process_groups` of writer.json
     slots: tuple[LiveSlot, ...]
 
     @property
@@ -419,6 +421,7 @@ def _parse_live(path: Path, page: bytes) -> LiveFile:
         hook_faults=counters[2],
         kept_bytes=counters[3],
         segments=counters[4],
+        issued=struct.unpack_from(f"<{layout.LIVE_ISSUED_COUNT}Q", page, layout.LIVE_ISSUED_OFFSET),
         slots=tuple(_parse_slots(page)),
     )
 
@@ -807,6 +810,10 @@ class WriterFiles:
 class RunDirectory:
     """A run directory and the writers in it, ordered by rank and start.
 
+    Args:
+        path: the directory.
+        names: only writers of these names are looked at; None: all that are there.
+
     Attributes:
         path: the directory.
         manifest: its `manifest.json`; empty where that is damaged.
@@ -817,8 +824,9 @@ class RunDirectory:
         UnreadableFile: the path is no run directory, or one of another version.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, names: Collection[str] | None = None) -> None:
         self.path = Path(path)
+        self._names = names
         self.problems: list[UnreadableFile] = []
         self.manifest = self._read_manifest()
         self.writers: list[WriterFiles] = []
@@ -865,6 +873,8 @@ class RunDirectory:
             return {}
 
     def _writer_names(self) -> list[str]:
+        if self._names is not None:
+            return [name for name in sorted(self._names) if _is_folder(self.path / layout.RANKS_DIR / name)]
         try:
             return sorted(entry.name for entry in os.scandir(self.path / layout.RANKS_DIR) if entry.is_dir())
         except OSError as error:

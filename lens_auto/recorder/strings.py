@@ -41,6 +41,10 @@ class Interner:
         found = self._ids.get(text)
         return self._intern(text) if found is None else found
 
+    def text(self, number: int) -> str:
+        """The string of a number; empty where there is none. Looks through all of them."""
+        return next((text for text, each in list(self._ids.items()) if each == number), "")
+
     def _intern(self, text: str) -> int:
         if not text or self._descriptor < 0:
             return 0

@@ -1,8 +1,8 @@
 """How far the clocks of the hosts of a run are apart, told from the operations in which their ranks met.
 
-Nobody leaves an all-reduce before everybody has come to it. Whatever rank a of one host and rank b of another say of the
-same operation, a's release is therefore no earlier than b's arrival, and the other way round: each operation bounds the
-offset of the two clocks from both sides, and many operations bound it narrowly.
+Nobody leaves an all-reduce before everybody has come to it. Whatever rank a of one host and rank b of another say of
+the same operation, a's release is therefore no earlier than b's arrival, and the other way round: each operation bounds
+the offset of the two clocks from both sides, and many operations bound it narrowly.
 """
 
 from __future__ import annotations

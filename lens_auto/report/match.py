@@ -7,6 +7,7 @@ clock, so that clocks of different hosts need not agree.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -81,6 +82,30 @@ class Matched:
     def ranks(self) -> list[int]:
         """Global rank of each column."""
         return [each.writer.info.rank for each in self.writers]
+
+    @property
+    def operation_position(self) -> Int64Array:
+        """For each operation how many came before it in its iteration."""
+        first = np.searchsorted(self.operation_iteration, np.arange(len(self.iteration)))
+        return np.arange(len(self.operation_iteration)) - first[self.operation_iteration]
+
+    def only(self, wanted: Mask) -> Matched:
+        """The same with some of the iterations."""
+        rows = wanted[self.operation_iteration]
+        return dataclasses.replace(
+            self,
+            iteration=self.iteration[wanted],
+            operation_iteration=(np.cumsum(wanted) - 1)[self.operation_iteration[rows]],
+            present=self.present[rows],
+            own_ns=self.own_ns[rows],
+            overlap_ns=self.overlap_ns[rows],
+            fixed_ns=self.fixed_ns[rows],
+            comm_ns=self.comm_ns[rows],
+            exposed_ns=self.exposed_ns[rows],
+            wait_ns=self.wait_ns[rows],
+            source=self.source[rows],
+            span_ns=self.span_ns[wanted],
+        )
 
     def by_iteration(self, values: npt.NDArray[np.floating]) -> Float64Array:
         """Sums of a column or columns of operations over each iteration."""
@@ -176,6 +201,7 @@ class _Matcher:
     def __init__(self, writers: list[LoadedWriter]) -> None:
         self.writers = writers
         self.points = [each.work.points for each in writers]
+        self.own_arrival_ns = [each.work.own_arrival_ns for each in writers]
         self.hosts = [each.writer.info.host for each in writers]
         self.notes: list[str] = []
         # On one host the monotonic clock is one, and its first writer's pair of clocks leads all to wall time.
@@ -184,6 +210,7 @@ class _Matcher:
 
     def result(self) -> Matched | None:
         """The ranks side by side; None where no operation is seen in which they met."""
+        self._agree_on_backward()
         wrappers = frozenset[str]().union(*(each.work.wrappers for each in self.writers))
         chosen = [np.flatnonzero(each["source"] == Source.COLLECTIVE) for each in self.points]
         if wrappers & REDUCING_WRAPPERS:
@@ -210,7 +237,9 @@ class _Matcher:
             groups = np.array([*own_codes, 0], dtype=np.int64)
             seen = found["group"] >= 0
             # The ones that no hook sees are named by their place in the iteration.
-            group = np.where(seen, groups[np.where(seen, found["group"], 0)] - GAP_GROUP + 1, found["group"] - GAP_GROUP)
+            group = np.where(
+                seen, groups[np.where(seen, found["group"], 0)] - GAP_GROUP + 1, found["group"] - GAP_GROUP
+            )
             seq = np.where(seen, found["seq"], found["iteration"] * 1024 + found["seq"])
             init = np.where(seen, found["init"], 0).astype(np.int64) & 0xFF
             keys.append((group << (_SEQ_BITS + 8)) | (init << _SEQ_BITS) | (seq & ((1 << _SEQ_BITS) - 1)))
@@ -223,8 +252,8 @@ class _Matcher:
             begin += len(rows)
             paired = np.flatnonzero(operation >= 0)[::-1]  # of repeated ones the first stays
             at[operation[paired], column] = rows[paired]
-        several = np.count_nonzero(at >= 0, axis=1) >= 2
-        return at[several]
+        shared: Int64Array = at[np.count_nonzero(at >= 0, axis=1) >= 2]
+        return shared
 
     def _covers(self, chosen: list[Rows]) -> float:
         """Share of the common iterations that have a shared operation."""
@@ -242,6 +271,22 @@ class _Matcher:
             if name.endswith("_ns"):
                 found[there, column] += self._to_wall_ns[column]
         return found
+
+    def _agree_on_backward(self) -> None:
+        """Where the reducer's own clock is known of some ranks only, the start of backward is what all have."""
+        at = self._pair([np.flatnonzero(each["group"] == BACKWARD_GROUP) for each in self.points])
+        present = at >= 0
+        told = self._table(at, "source") == Source.REDUCER
+        mixed = (told & present).any(axis=1) & ~(told | ~present).all(axis=1)
+        for column in range(len(self.points)):
+            rows = at[mixed & told[:, column] & present[:, column], column]
+            if not len(rows):
+                continue
+            points, own = self.points[column].copy(), self.own_arrival_ns[column].copy()
+            own[rows, Phase.BACKWARD] -= points["arrival_ns"][rows] - points["begin_ns"][rows]
+            points["arrival_ns"][rows] = points["begin_ns"][rows]
+            points["source"][rows] = Source.BACKWARD
+            self.points[column], self.own_arrival_ns[column] = points, own
 
     # --- meetings that no hook sees -----------------------------------------------------------------------------------
 
@@ -263,7 +308,7 @@ class _Matcher:
             if together_ns >= limit_ns:
                 return [rows[:0] for rows in inside]
         # With gradient accumulation only some backwards reduce: those that the ranks leave together, like the last.
-        most = max((int(points["seq"][rows].max(initial=0)) for points, rows in zip(self.points, inside)), default=0)
+        most = max(int(each["seq"][each["group"] == BACKWARD_GROUP].max(initial=0)) for each in self.points)
         chosen = last
         for ordinal in range(most):
             of = [rows[points["seq"][rows] == ordinal] for points, rows in zip(self.points, inside, strict=True)]
@@ -362,12 +407,11 @@ class _Matcher:
         """One rank's own work between the operations that it took part in."""
         there = np.flatnonzero(at >= 0)
         rows = at[there]
-        work = self.writers[column].work
-        came, left = work.own_arrival_ns[rows], work.own_release_ns[rows]
+        came, left = self.own_arrival_ns[column][rows], self.writers[column].work.own_release_ns[rows]
         before = np.vstack([came[:1], left[:-1]])
         done = came - before
         length = arrival_ns[there] - np.append(arrival_ns[there[:1]], release_ns[there[:-1]])
-        seen = work.points["source"][rows] == Source.COLLECTIVE
+        seen = self.points[column]["source"][rows] == Source.COLLECTIVE
         into = wanted[there]
         place = (np.cumsum(wanted) - 1)[there[into]]
         own[place, column] = done[into]
@@ -382,7 +426,8 @@ def _joined(one: list[Rows], other: list[Rows]) -> list[Rows]:
 def _last_of_each(iteration: Int64Array, rows: Rows) -> Rows:
     """Of some points the last of each iteration."""
     of = iteration[rows]
-    return rows[np.append(of[1:] != of[:-1], True)[: len(rows)]]
+    last: Rows = rows[np.append(of[1:] != of[:-1], True)[: len(rows)]]
+    return last
 
 
 def _in_turn(arrival_ns: Int64Array, release_ns: Int64Array, present: Mask) -> Int64Array:
@@ -404,7 +449,7 @@ def _in_turn(arrival_ns: Int64Array, release_ns: Int64Array, present: Mask) -> I
 
 
 def _whole_iterations(of_operation: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Iterations that follow another with an operation; the row of the last operation in each, and of that before it."""
+    """Iterations that follow one with an operation; the row of the last operation in each, and of that before it."""
     last = np.flatnonzero(np.append(np.diff(of_operation) > 0, True))
     numbers = of_operation[last]
     follows = np.flatnonzero(np.diff(numbers) == 1) + 1

@@ -1,8 +1,8 @@
 """What if: the recorded iterations played again with some ranks' own work replaced.
 
 Each rank goes from operation to operation: it works, comes, waits for the last to come and for the operation itself.
-Replaying the recorded work gives the recorded time; replacing one rank's work, or one phase of it, by that of the median
-rank says what it costs. Nothing else is assumed to change.
+Replaying the recorded work gives the recorded time; replacing one rank's work, or one phase of it, by that of the
+median rank says what it costs. Nothing else is assumed to change.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Replay:
         if not changes:
             return np.zeros((0, len(self._matched.iteration)))
         work = np.stack([np.maximum(self._work_ns + change, 0) for change in changes])
-        return self.recorded_ns[None] - self.iterations(work)
+        saved: Float64Array = self.recorded_ns[None] - self.iterations(work)
+        return saved
 
     def iterations(self, work_ns: Float64Array) -> Float64Array:
         """Length of each iteration (columns) in some scenarios (rows) of own work [scenario, operation, rank]."""

@@ -1,7 +1,7 @@
 """Robust figures over iterations, and how sure they are.
 
-Iterations that follow each other are alike (a neighbour on the machine comes and goes), so the bootstrap draws blocks of
-consecutive ones. It has a generator of its own with a fixed seed: the same run gives the same report, and nobody's
+Iterations that follow each other are alike (a neighbour on the machine comes and goes), so the bootstrap draws blocks
+of consecutive ones. It has a generator of its own with a fixed seed: the same run gives the same report, and nobody's
 random numbers change.
 """
 

@@ -11,6 +11,10 @@ import numpy as np
 
 from lens_auto.recorder.layout import Phase
 from lens_auto.recorder.read import RunDirectory, Status
+from lens_auto.report.goodput import Goodput, goodput, restarts
+from lens_auto.report.match import attempts, match
+from lens_auto.report.verdicts import Analysis, Finding, WhatIf, analyze
+from lens_auto.report.words import duration, named, size, three_digits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -96,6 +100,7 @@ class Summary:
     """The whole report."""
 
     verdict: str
+    findings: list[Finding]  # what slows the run down, the most expensive first
     run_dir: str
     run_id: str
     created: str | None
@@ -106,14 +111,25 @@ class Summary:
     iterations: IterationTimes
     phase_share: dict[str, float]
     operations: list[OperationSummary]
+    what_if: list[WhatIf]
+    comparison: Analysis  # of the ranks with each other
+    goodput: Goodput | None
     records: int
     dropped: int
     mispredicted: int
     problems: list[str]
 
+    @property
+    def progress(self) -> str:
+        """How far the run came, and where its iterations went."""
+        return "; ".join(part for part in _progress_parts(self) if part)
+
     def to_json(self) -> dict[str, Any]:
         """As the object that `lens-auto report --json` prints."""
-        return {"format": REPORT_FORMAT, "version": REPORT_VERSION, **dataclasses.asdict(self)}
+        found = dataclasses.asdict(self)
+        for once in ("findings", "what_if"):
+            del found["comparison"][once]
+        return {"format": REPORT_FORMAT, "version": REPORT_VERSION, **found}
 
 
 def summarize(run: RunDirectory, loaded: Sequence[LoadedWriter], problems: Iterable[str] = ()) -> Summary:
@@ -136,8 +152,14 @@ def summarize(run: RunDirectory, loaded: Sequence[LoadedWriter], problems: Itera
             break
         if rank not in seen:
             missing.append(rank)
+    tries = attempts(loaded)
+    analysis = _compare(tries)
+    spent = goodput(tries)
+    again = restarts(spent)
+    found = [*analysis.findings, *([again] if again is not None else [])]
     summary = Summary(
         verdict="",
+        findings=sorted(found, key=lambda each: -each.effect),
         run_dir=str(run.path),
         run_id=run.run_id,
         created=run.manifest.get("created") if isinstance(run.manifest.get("created"), str) else None,
@@ -148,6 +170,9 @@ def summarize(run: RunDirectory, loaded: Sequence[LoadedWriter], problems: Itera
         iterations=IterationTimes.of(training_ns, total_ns),
         phase_share=_shares(sum((each.iterations.phase_ns.sum(axis=0) for each in loaded), np.zeros(len(Phase)))),
         operations=_operations([operations for each in loaded for operations in each.operations], total_ns),
+        what_if=analysis.what_if,
+        comparison=analysis,
+        goodput=spent,
         records=sum(rank.records for rank in ranks),
         dropped=sum(rank.dropped for rank in ranks),
         mispredicted=sum(rank.mispredicted for rank in ranks),
@@ -155,6 +180,18 @@ def summarize(run: RunDirectory, loaded: Sequence[LoadedWriter], problems: Itera
     )
     summary.verdict = verdict(summary)
     return summary
+
+
+def _compare(tries: list[list[LoadedWriter]]) -> Analysis:
+    """Compare the ranks of the attempt that says most: the one with the longest time of compared iterations."""
+    analyses = [analyze(match(writers)) for writers in tries]
+    if not analyses:
+        return Analysis()
+    chosen = max(range(len(analyses)), key=lambda at: analyses[at].span_ns)
+    analysis = analyses[chosen]
+    if len(analyses) > 1:
+        analysis.notes.append(f"the ranks are compared in attempt {chosen + 1} of {len(analyses)}, the longest")
+    return analysis
 
 
 def _joined(parts: Sequence[Int64Array]) -> Int64Array:
@@ -222,7 +259,15 @@ def _operations(all_operations: Sequence[Operations], total_ns: int) -> list[Ope
 
 def verdict(summary: Summary) -> str:
     """What a person should know before anything else, in one line."""
-    parts = [*_troubles(summary), _progress(summary)]
+    parts = _troubles(summary)
+    if summary.findings:
+        worst = summary.findings[0]
+        return "; ".join([*parts, worst.headline, f"try: {worst.advice}"])
+    return "; ".join(part for part in [*parts, *_progress_parts(summary)] if part)
+
+
+def _progress_parts(summary: Summary) -> list[str]:
+    parts = [_progress(summary)]
     times = summary.iterations
     if times.median_ns is not None and times.p99_ns is not None:
         parts.append(f"median {duration(times.median_ns)}, p99 {duration(times.p99_ns)}")
@@ -231,7 +276,7 @@ def verdict(summary: Summary) -> str:
     exposed = sum(each.exposed_share or 0.0 for each in summary.operations)
     if exposed >= 0.005:
         parts.append(f"communication exposed {exposed:.0%}")
-    return "; ".join(part for part in parts if part)
+    return parts
 
 
 def _troubles(summary: Summary) -> list[str]:
@@ -273,36 +318,16 @@ def _progress(summary: Summary) -> str:
     return f"running: {text} so far" if running else text
 
 
-def named(ranks: Sequence[int], limit: int = 8) -> str:
-    """Ranks as words: `rank 3`, `ranks 0 to 3, 7`."""
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    words = [f"{run[0]} to {run[-1]}" if run[-1] > run[0] + 1 else ", ".join(map(str, run)) for run in runs]
-    text = ", ".join(words[:limit]) + (" and more" if len(words) > limit else "")
-    return f"rank {text}" if len(set(ranks)) == 1 else f"ranks {text}"
-
-
-def duration(ns: float) -> str:
-    """A time to three digits, in the unit that suits it."""
-    for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
-        if ns >= size:
-            return f"{three_digits(ns / size)} {unit}"
-    return f"{ns:.0f} ns"
-
-
-def three_digits(value: float) -> str:
-    """A number from 1 up to three digits, no more than two of them after the point."""
-    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
-
-
-def size(count: float) -> str:
-    """Bytes to three digits, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if count < 1024 or unit == "TiB":
-            break
-        count /= 1024
-    return f"{count:.0f} B" if unit == "B" else f"{three_digits(count)} {unit}"
+__all__ = [
+    "PHASES",
+    "IterationTimes",
+    "OperationSummary",
+    "RankSummary",
+    "Summary",
+    "duration",
+    "named",
+    "size",
+    "summarize",
+    "three_digits",
+    "verdict",
+]

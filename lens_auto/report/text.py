@@ -9,10 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 from lens_auto.recorder.read import Status
-from lens_auto.report.summary import PHASES, RankSummary, Summary, duration, named, size
+from lens_auto.report.summary import PHASES, RankSummary, Summary
+from lens_auto.report.words import duration, named, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from lens_auto.report.verdicts import Analysis
 
 # Beyond this many ranks only those that did not close and the first few are shown.
 _RANKS_SHOWN = 32
@@ -30,6 +33,10 @@ def render(summary: Summary, out: Console) -> None:
     """Print the report, the verdict first."""
     bad = bool(summary.missing_count or summary.dropped or any(r.state == Status.DIED.value for r in summary.ranks))
     out.print(Text(summary.verdict, style="bold red" if bad else "bold"), soft_wrap=True)
+    for other in summary.findings[1:]:
+        out.print(Text(f"also: {other.headline}; try: {other.advice}"), soft_wrap=True)
+    if summary.findings:
+        out.print(Text(summary.progress), soft_wrap=True)
     where = f"run {summary.run_id} in {summary.run_dir}"
     out.print(
         Text(where if summary.created is None else f"{where}, started {summary.created}", style="dim"), soft_wrap=True
@@ -45,6 +52,15 @@ def render(summary: Summary, out: Console) -> None:
         _titled(out, "Share of each phase in the time of iterations", _phase_table(shown, summary))
     if summary.operations:
         _titled(out, "Communication", _operation_table(summary))
+    if len(summary.comparison.ranks) > 1:
+        title = f"Own work and waiting, share of {summary.comparison.iterations:,} compared iterations"
+        _titled(out, title, _work_table(summary))
+    if summary.what_if:
+        out.print()
+        out.print(Text("What if (the recorded iterations replayed)", style="bold"))
+        for each in summary.what_if:
+            low, high = each.interval
+            out.print(Text(f"{each.text}, 95 % interval {100 * low:.0f} to {100 * high:.0f} %"), soft_wrap=True)
     out.print()
     for line in footer(summary):
         out.print(Text(line), soft_wrap=True)
@@ -124,6 +140,17 @@ def _phase_table(ranks: list[RankSummary], summary: Summary) -> Table:
     return table
 
 
+def _work_table(summary: Summary) -> Table:
+    names = [phase.name.lower() for phase in PHASES]
+    names = [name for name in names if any(each.own.get(name) for each in summary.comparison.ranks)]
+    table = _table(("rank",), (*names, "waits for others", "communicates", "not seen"))
+    for each in summary.comparison.ranks[:_RANKS_SHOWN]:
+        shares = [each.own.get(name, 0.0) for name in names]
+        shares += (each.waiting, each.communication, each.unknown)
+        table.add_row(str(each.rank), *(f"{share:.1%}" for share in shares))
+    return table
+
+
 def _operation_table(summary: Summary) -> Table:
     table = _table(("operation",), ("count", "bytes", "median", "exposed", "share of iterations"))
     for each in summary.operations:
@@ -168,6 +195,8 @@ def footer(summary: Summary) -> list[str]:
             f"{named(summary.missing_ranks)}{more} missing: of {summary.world_size} ranks, no record of"
             f" {summary.missing_count} is in this run directory"
         )
+    if len(summary.comparison.ranks) > 1:
+        lines += _comparison_notes(summary.comparison)
     died = [rank.rank for rank in summary.ranks if rank.state == Status.DIED.value]
     if died:
         lines.append(f"{named(died)} died: not closed, and the process is gone")
@@ -175,6 +204,33 @@ def footer(summary: Summary) -> list[str]:
     if unknown:
         lines.append(f"{named(unknown)} did not close; whether it still runs can only be told on its own host")
     return [*lines, *summary.problems]
+
+
+def _comparison_notes(found: Analysis) -> list[str]:
+    """How the ranks were compared, and what could not be known."""
+    lines = []
+    if found.span_ns:
+        away = found.replayed_ns / found.span_ns - 1
+        lines.append(
+            f"replayed, the compared iterations take {abs(away):.1%} {'more' if away > 0 else 'less'} than recorded"
+        )
+    if found.warm_up_iterations:
+        one = found.warm_up_iterations == 1
+        lines.append(
+            f"warm-up: the first {'iteration' if one else f'{found.warm_up_iterations} iterations'} took"
+            f" {duration(found.warm_up_ns)} longer than usual and {'is' if one else 'are'} left out of the comparison"
+        )
+    for host in found.hosts[1:]:
+        if host["uncertainty_ns"] is None:
+            lines.append(f"clock of {host['host']}: no operation tells how far off it is; taken as it is")
+        else:
+            drifts = ", drifting" if host["drifts"] else ""
+            lines.append(
+                f"clock of {host['host']}: {duration(abs(host['offset_ns']))}"
+                f" {'behind' if host['offset_ns'] > 0 else 'ahead'}, give or take {duration(host['uncertainty_ns'])}"
+                f" (from {host['operations']:,} operations{drifts})"
+            )
+    return lines + found.notes
 
 
 # --- lens-auto doctor -------------------------------------------------------------------------------------------------

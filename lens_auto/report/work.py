@@ -60,6 +60,7 @@ POINT_DTYPE = np.dtype(
         ("iteration", "<i8"),
         ("arrival_ns", "<i8"),
         ("release_ns", "<i8"),
+        ("begin_ns", "<i8"),  # of a backward: its start, which arrival is where nothing later is known
         ("source", "u1"),
         ("mutual", "?"),
     ]
@@ -127,7 +128,8 @@ def _held(records: Records, thread: int) -> tuple[Int64Array, Int64Array]:
     """When communication held the training thread: intervals in order that do not overlap."""
     data = records.data
     kind = data["kind"]
-    rows = np.flatnonzero((np.isin(kind, _OPERATIONS) | (kind == Kind.WAIT)) & (data["thread"] == thread))
+    wanted = (np.isin(kind, _OPERATIONS) | (kind == Kind.WAIT)) & (data["thread"] == thread)
+    rows = np.flatnonzero(wanted & ((data["flags"] & Flag.FLIGHT) == 0))
     start_ns = data["start_ns"][rows].astype(np.int64)
     end_ns = data["end_ns"][rows].astype(np.int64)
     order = np.argsort(start_ns, kind="stable")
@@ -173,6 +175,7 @@ def _interval_at(time_ns: Int64Array, start_ns: Int64Array, end_ns: Int64Array) 
 def _points(writer: WriterFiles, records: Records, iterations: Iterations) -> tuple[list[str], npt.NDArray[np.void]]:
     data = records.data
     within = (data["thread"] == iterations.thread) & (iterations.record_iteration >= 0)
+    within &= (data["flags"] & Flag.FLIGHT) == 0  # that they exist is known, not when
     rows = np.flatnonzero((data["kind"] == Kind.COLLECTIVE) & (data["seq"] >= 0) & within)
     release_ns, known = _releases(records, rows, iterations.thread)
     rows, release_ns = rows[known], release_ns[known]
@@ -191,7 +194,9 @@ def _points(writer: WriterFiles, records: Records, iterations: Iterations) -> tu
     known_name = operation < len(mutual)
     collectives["mutual"][known_name] = mutual[operation[known_name]]
 
-    points = np.concatenate([collectives, _backward_points(records, iterations), _gap_points(iterations)])
+    backwards = _backward_points(records, iterations)
+    _ask_the_reducer(writer, records, backwards)
+    points = np.concatenate([collectives, backwards, _gap_points(iterations)])
     return groups, points[np.argsort(points["arrival_ns"], kind="stable")]
 
 
@@ -228,7 +233,7 @@ def _backward_points(records: Records, iterations: Iterations) -> npt.NDArray[np
     np.maximum.at(end_ns, which, tiles["end_ns"])
     found = np.zeros(len(first), dtype=POINT_DTYPE)
     found["iteration"] = tiles["iteration"][first]
-    found["arrival_ns"] = tiles["start_ns"][first]
+    found["arrival_ns"] = found["begin_ns"] = tiles["start_ns"][first]
     found["release_ns"] = end_ns
     found = found[order]
     found["group"] = BACKWARD_GROUP
@@ -245,22 +250,37 @@ def _backward_points(records: Records, iterations: Iterations) -> npt.NDArray[np
     return found
 
 
+def _ask_the_reducer(writer: WriterFiles, records: Records, backwards: npt.NDArray[np.void]) -> None:
+    """Where the reducer's own logger was recorded, the end of the gradients' computation is the arrival."""
+    data = records.data
+    rows = np.flatnonzero(data["kind"] == Kind.DDP)
+    names = {name for name in np.unique(data["name"][rows]).tolist() if writer.string(name) == "backward"}
+    rows = rows[np.isin(data["name"][rows], sorted(names))]
+    end_ns = data["end_ns"][rows].astype(np.int64)
+    at, inside = _interval_at(end_ns, backwards["arrival_ns"], backwards["release_ns"] + 1)
+    computed_ns = np.zeros(len(backwards), dtype=np.int64)
+    np.maximum.at(computed_ns, at[inside], end_ns[inside])
+    known = computed_ns > 0
+    backwards["arrival_ns"][known] = computed_ns[known]
+    backwards["source"][known] = Source.REDUCER
+
+
 def _gap_points(iterations: Iterations) -> npt.NDArray[np.void]:
-    """Between the last backward and the first optimizer step of each iteration: programs reduce gradients there, too."""
+    """Between the last backward and the first step of each iteration: programs reduce gradients there, too."""
     tiles = iterations.tiles
     tiles = tiles[(tiles["iteration"] >= 0) & np.isin(tiles["phase"], (Phase.BACKWARD, Phase.OPTIMIZER, Phase.OTHER))]
     phase, of = tiles["phase"], tiles["iteration"]
-    gap = np.zeros(len(tiles), dtype=np.bool_)
-    if len(tiles) > 2:
-        gap[1:-1] = (phase[:-2] == Phase.BACKWARD) & (phase[1:-1] == Phase.OTHER) & (phase[2:] == Phase.OPTIMIZER)
-        gap[1:-1] &= (of[:-2] == of[1:-1]) & (of[1:-1] == of[2:])
-    rows = np.flatnonzero(gap)
-    rows = rows[np.append(True, np.diff(of[rows]) > 0)[: len(rows)]]
-    found = np.zeros(len(rows), dtype=POINT_DTYPE)
+    steps = np.flatnonzero(phase == Phase.OPTIMIZER)
+    steps = steps[np.append(True, np.diff(of[steps]) > 0)[: len(steps)]]
+    steps = steps[steps >= 2]
+    before = np.where(phase[steps - 1] == Phase.OTHER, steps - 2, steps - 1)
+    follows = (phase[before] == Phase.BACKWARD) & (of[before] == of[steps])
+    before, steps = before[follows], steps[follows]
+    found = np.zeros(len(steps), dtype=POINT_DTYPE)
     found["group"] = GAP_GROUP
-    found["iteration"] = of[rows]
-    found["arrival_ns"] = tiles["start_ns"][rows]
-    found["release_ns"] = tiles["end_ns"][rows]
+    found["iteration"] = of[steps]
+    found["arrival_ns"] = tiles["end_ns"][before]
+    found["release_ns"] = tiles["start_ns"][steps]
     found["source"] = Source.OPTIMIZER
     found["mutual"] = True
     return found

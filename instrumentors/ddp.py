@@ -1,0 +1,187 @@
+"""DistributedDataParallel, whose gradients the reducer averages in C++: what the reducer's own logger measures.
+
+On CPU the logger is asked for every iteration (torch's default is every hundredth); on CUDA its timers synchronise, so the
+user's rate stays as it is and what is sampled is read. No communication hook is installed. The logger tells of an
+iteration when the next forward begins, and of the last one when the model goes or the process ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from instrumentors import _comm
+from instrumentors._patch import Hook, LensInstrumentor, Patches
+from lens_auto import guard, runtime
+from lens_auto.guard import Site
+from lens_auto.recorder import c10d
+from lens_auto.recorder.layout import Kind
+
+if TYPE_CHECKING:
+    from lens_auto.recorder.recorder import Recorder
+
+_KIND = int(Kind.DDP)
+
+
+class _Reducer:
+    """One wrapped model: its logger, and the last iteration that was told."""
+
+    __slots__ = ("cuda", "group", "group_size", "logger", "thread", "told")
+
+    def __init__(self, recorder: Recorder, model: Any) -> None:
+        parameter = next(iter(model.module.parameters()), None)
+        self.cuda = parameter is not None and parameter.device.type != "cpu"
+        self.logger = model.logger
+        self.told = -1
+        info = _comm.group_info(recorder, model.process_group)
+        self.group = info.name
+        self.group_size = info.size
+        self.thread = recorder.thread().index
+        # The logger prints what it samples under TORCH_DISTRIBUTED_DEBUG=DETAIL: then the user's rate stays.
+        if not self.cuda and "DETAIL" not in str(_comm.torch.distributed.get_debug_level()):
+            model._set_ddp_runtime_logging_sample_rate(1)
+
+    def read(self, recorder: Recorder) -> None:
+        """Record what the logger has newly measured."""
+        found = self.logger._get_ddp_logging_data()
+        numbers = found.ints_map
+        iteration = int(numbers.get("iteration", 0)) - 1  # it counts the one that begins now
+        if iteration <= self.told:
+            return
+        self.told = iteration
+        if numbers.get("backward_compute_time_start", 0) < numbers.get("forward_compute_time_start", 1):
+            return  # a forward without a backward: the rest is of an iteration before
+        self._record(recorder, numbers, found.strs_map, iteration)
+
+    def _record(self, recorder: Recorder, numbers: Any, texts: Any, iteration: int) -> None:
+        to_monotonic = time.monotonic_ns() - time.time_ns()  # the logger's times are wall clock time
+        forward = numbers.get("forward_compute_time_start", 0)
+        backward = numbers.get("backward_compute_time_start", 0)
+        backward_end = numbers.get("backward_compute_time_end", 0)
+        start, end = numbers.get("backward_comm_time_start", 0), numbers.get("backward_comm_time_end", 0)
+        sizes = str(texts.get("rebuilt_bucket_sizes") or texts.get("bucket_sizes") or "")
+        overlap = max(0, int(numbers.get("backward_compute_comm_overlap_time", 0)))
+
+        def record(name: str, flags: int, begin: int, until: int, **fields: int) -> None:
+            if flags and 0 < begin <= until:
+                recorder.record(
+                    _KIND,
+                    begin + to_monotonic,
+                    until + to_monotonic,
+                    self.thread,
+                    flags,
+                    recorder.strings.id(name),
+                    self.group,
+                    group_size=self.group_size,
+                    a=iteration,
+                    **fields,
+                )
+
+        record("forward", recorder.forward_backward, forward, backward)
+        record("backward", recorder.forward_backward, backward, backward_end)
+        record(
+            "communication",
+            recorder.communication,
+            start,
+            end,
+            nbytes=sum(int(size) for size in sizes.replace(" ", "").split(",") if size.isdigit()),
+            detail=recorder.strings.id(sizes),
+            exposed_ns=max(1, end - start - overlap),
+            b=overlap,
+            c=0 if c10d.keeps_flight_records() else max(1, int(numbers.get("num_buckets_reduced", 0))),
+        )
+
+    def flush(self) -> None:
+        """The last iteration: make the logger take it over, as the next forward would have, and record it."""
+        recorder = runtime.recorder
+        logger, self.logger = self.logger, None
+        if recorder is None or logger is None or self.cuda:
+            return
+        try:
+            logger.set_runtime_stats_and_log()
+            self.logger = logger
+            self.read(recorder)
+        finally:
+            self.logger = None
+
+
+_reducers: weakref.WeakKeyDictionary[Any, _Reducer] = weakref.WeakKeyDictionary()
+_registered = False
+
+
+def _flush_all() -> None:
+    for each in list(_reducers.values()):
+        try:
+            each.flush()
+        except Exception as error:
+            guard.site("DistributedDataParallel._pre_forward").fault(error)
+
+
+def _after_fork() -> None:
+    global _registered
+    _reducers.clear()
+    _registered = False
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _register_end() -> None:
+    """Before the recorder closes: atexit, and where that does not run multiprocessing's finalizers."""
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    from multiprocessing import util
+
+    atexit.register(_flush_all)
+    util.Finalize(None, _flush_all, exitpriority=-50)
+
+
+def _forward_hook(site: Site) -> Hook:
+    """`_pre_forward`, which `forward` calls and the composable `replicate` as well (2.1 to 2.13)."""
+
+    def hook(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recorder = runtime.recorder
+        reducer: _Reducer | None = None
+        if recorder is not None and getattr(instance, "logger", None) is not None:
+            try:
+                reducer = _reducers.get(instance)
+                if reducer is None:
+                    reducer = _reducers[instance] = _Reducer(recorder, instance)
+                    weakref.finalize(instance, reducer.flush).atexit = False
+                    _register_end()
+            except Exception as error:
+                site.fault(error)
+        result = wrapped(*args, **kwargs)
+        if reducer is not None and recorder is not None:
+            try:
+                reducer.read(recorder)
+            except Exception as error:
+                site.fault(error)
+        return result
+
+    return hook
+
+
+class DDPInstrumentor(LensInstrumentor):
+    """`DistributedDataParallel._pre_forward`: no hook of torch's is taken, no method that the user overrides."""
+
+    def _modules(self) -> dict[str, Callable[[ModuleType, Patches], None]]:
+        return {"torch.nn.parallel.distributed": self._install}
+
+    @staticmethod
+    def _install(module: ModuleType, patches: Patches) -> None:
+        import torch.distributed.distributed_c10d as distributed
+
+        _comm.bind(distributed)
+        site = guard.site(
+            "DistributedDataParallel._pre_forward",
+            lambda: bool({"communication", "forward_backward"} & runtime.groups),
+        )
+        patches.wrap(module.DistributedDataParallel, "_pre_forward", _forward_hook(site), site)

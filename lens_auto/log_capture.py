@@ -1,0 +1,106 @@
+"""The program's `logging` records as OpenTelemetry log records, without a line of code (`NEMO_LENS_LOGS_ENABLED=1`)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry import trace
+
+from lens_auto import identity, runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_installed = False
+
+
+def install(provider: Callable[[], Any | None]) -> None:
+    """Send what reaches the root logger, INFO and above, to OpenTelemetry as well.
+
+    Not by a handler of the root logger: `logging.basicConfig()` does nothing where there is one, and the program would
+    lose its own output.
+
+    Args:
+        provider: Gives the logger provider, at the first record; None: records go nowhere.
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    import wrapt
+
+    handler: list[logging.Handler] = []
+    inside = threading.local()
+
+    def call_handlers(wrapped: Callable[..., None], instance: Any, args: Any, kwargs: Any) -> None:
+        wrapped(*args, **kwargs)
+        record = args[0] if args else kwargs["record"]
+        if record.levelno < logging.INFO or getattr(inside, "busy", False) or not _reaches_root(instance):
+            return
+        inside.busy = True  # what building the provider logs must not come back here
+        try:
+            if not handler:
+                from lens_auto.logging_bridge import OTelLogHandler
+
+                found = provider()
+                if found is None:
+                    return
+                handler.append(OTelLogHandler(found, logging.INFO))
+            handler[0].handle(record)
+        finally:
+            inside.busy = False
+
+    wrapt.wrap_function_wrapper(logging.Logger, "callHandlers", call_handlers)
+
+
+def _reaches_root(found: logging.Logger | None) -> bool:
+    while found is not None and found.parent is not None:
+        if not found.propagate:
+            return False
+        found = found.parent
+    return True
+
+
+def iteration_processor() -> Any:
+    """Gives a log record of a rank its rank, and the iteration's trace where no span is current."""
+    from opentelemetry.sdk._logs import LogRecordProcessor
+
+    from lens_auto.semconv import DL_RANK
+
+    class IterationLogs(LogRecordProcessor):
+        def on_emit(self, log_record: Any) -> None:
+            rank, _ = identity.rank()
+            if rank < 0:
+                return
+            record = log_record.log_record
+            record.attributes[DL_RANK] = rank
+            if not record.trace_id:
+                found = _iteration()
+                if found is not None:
+                    record.trace_id, record.span_id = found
+                    record.trace_flags = trace.TraceFlags(trace.TraceFlags.SAMPLED)
+
+        def shutdown(self) -> None:
+            pass
+
+        def force_flush(self, timeout_millis: int = 30000) -> bool:
+            return True
+
+    return IterationLogs()
+
+
+def _iteration() -> tuple[int, int] | None:
+    """Trace id and span id of the iteration that this rank is in; None before the ranks share a seed."""
+    recorder, keeper = runtime.recorder, runtime._housekeeper
+    seed = keeper.info.get("seed") if keeper is not None else None
+    if recorder is None or not seed or recorder.rank < 0:
+        return None
+    from lens_auto.recorder import ids
+
+    known, iteration = bytes.fromhex(str(seed)), recorder.iteration
+    trace_id = ids.iteration_trace_id(known, iteration)
+    return int.from_bytes(trace_id, "big"), int.from_bytes(
+        ids.iteration_span_id(known, iteration, recorder.rank), "big"
+    )

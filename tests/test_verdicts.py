@@ -1,0 +1,402 @@
+"""Who is slow, and why: the verdicts on jobs whose faults are known, simulated and real."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import SCRIPTS, Launcher
+from simulate import Job, on
+from synthetic import write_run
+
+from lens_auto.recorder.layout import Kind, Phase
+from lens_auto.recorder.read import RunDirectory
+from lens_auto.report import statistics
+from lens_auto.report.load import load
+from lens_auto.report.match import Matched, attempts, match
+from lens_auto.report.summary import Summary, summarize
+from lens_auto.report.words import percent, span
+
+STRAGGLER = str(Path(__file__).parent.parent / "examples" / "straggler.py")
+MS = 1_000_000
+
+
+def summary_of(run_dir: Path) -> Summary:
+    run = RunDirectory(run_dir)
+    return summarize(run, load(run))
+
+
+def matched_of(run_dir: Path) -> Matched:
+    (writers,) = attempts(load(RunDirectory(run_dir)))
+    return match(writers)
+
+
+def found_in(run_dir: Path) -> list[tuple[str, list[int], str | None]]:
+    """Kind, ranks and cause of every finding, as --json has them."""
+    report = json.loads(json.dumps(summary_of(run_dir).to_json()))
+    return [(each["kind"], each["ranks"], each["cause"]) for each in report["findings"]]
+
+
+# --- one rank is slow -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(
+    ("phase", "cause"),
+    [("data", "data_loading"), ("forward", "forward"), ("backward", "backward"), ("optimizer", "optimizer")],
+)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_slow_phase_of_one_rank(tmp_path: Path, phase: str, cause: str, ranks: int, rank: int) -> None:
+    rank = min(rank, ranks - 1)
+    run_dir = Job(ranks=ranks, extra={phase: on({rank}, 10)}).write(tmp_path)
+    found = summary_of(run_dir)
+    (finding,) = found.findings
+    assert (finding.kind, finding.ranks, finding.cause) == ("straggler", [rank], cause)
+    assert finding.effect == pytest.approx(10 / 36, abs=0.02)
+    assert finding.interval is not None
+    assert finding.interval[0] < finding.effect < finding.interval[1]
+    assert (finding.arrival, finding.iterations) == ("ddp_logger", 59)
+    assert found.verdict.startswith(f"rank {rank} holds the others back: {cause} takes ")
+    assert f"; that costs {percent(finding.effect)} of the time (" in found.verdict
+    assert "; try: " in found.verdict
+    # What if says the same, of the rank and of its phase.
+    assert [(each.rank, each.phase) for each in found.what_if[:2]] == [(rank, None), (rank, cause)]
+    assert found.what_if[1].saves == pytest.approx(finding.effect, abs=0.02)
+    # The others wait for it, by what it is late.
+    others = [each for each in found.comparison.ranks if each.rank != rank]
+    assert all(each.waiting == pytest.approx(10 / 36, abs=0.03) for each in others)
+    assert found.comparison.ranks[rank].waiting < 0.01
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_two_causes_are_no_single_cause(tmp_path: Path, rank: int) -> None:
+    run_dir = Job(extra={"data": on({rank}, 5), "other": on({rank}, 4)}).write(tmp_path)
+    (finding,) = summary_of(run_dir).findings
+    assert (finding.kind, finding.ranks, finding.cause) == ("straggler", [rank], "no single cause")
+    assert [each["cause"] for each in finding.causes] == ["data_loading", "other"]
+    assert [round(each["share"], 1) for each in finding.causes] == [0.6, 0.4]
+    assert "no single cause (data_loading 5" in finding.headline
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_on_a_slow_core_is_slow_alike_in_all_phases(tmp_path: Path, rank: int) -> None:
+    extra = {"forward": on({rank}, 4), "backward": on({rank}, 6), "optimizer": on({rank}, 1)}
+    (finding,) = summary_of(Job(extra=extra).write(tmp_path)).findings
+    assert (finding.kind, finding.ranks, finding.cause) == ("straggler", [rank], "no single cause")
+    assert finding.details["alike"] is True
+    assert finding.advice.startswith("look at the host rather than the program")
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_longer_samples_on_one_rank_are_its_data(tmp_path: Path, rank: int) -> None:
+    run_dir = Job(extra={"forward": on({rank}, 6), "backward": on({rank}, 9)}).write(tmp_path)
+    assert found_in(run_dir) == [("straggler", [rank], "data")]
+
+
+def test_several_slow_ranks(tmp_path: Path) -> None:
+    run_dir = Job(ranks=8, extra={"data": on({2, 5}, 10)}).write(tmp_path)
+    (finding,) = summary_of(run_dir).findings
+    assert (finding.kind, finding.ranks, finding.cause) == ("straggler", [2, 5], "data_loading")
+    assert finding.effect == pytest.approx(10 / 36, abs=0.02)
+    assert finding.headline.startswith("ranks 2, 5 hold the others back: data_loading takes 12")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_without_the_reducers_clock_a_slow_forward_is_still_seen(tmp_path: Path, rank: int) -> None:
+    run_dir = Job(ranks=2, reducer=False, extra={"forward": on({rank}, 10)}).write(tmp_path)
+    found = summary_of(run_dir)
+    (finding,) = found.findings
+    assert (finding.kind, finding.ranks, finding.cause, finding.arrival) == ("straggler", [rank], "forward", "backward")
+    assert any(note.startswith("the collective inside backward is not seen") for note in found.comparison.notes)
+
+
+def test_without_the_reducers_clock_a_slow_backward_is_nobodys(tmp_path: Path) -> None:
+    run_dir = Job(ranks=2, reducer=False, extra={"backward": on({1}, 10)}).write(tmp_path)
+    assert found_in(run_dir) == []
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_collectives_in_the_program(tmp_path: Path, rank: int) -> None:
+    job = Job(wrapper="", visible=5, reducer=False, work={"data": 2, "forward": 8, "between": 1, "optimizer": 2})
+    job.extra["between"] = on({rank}, 2)
+    found = summary_of(job.write(tmp_path))
+    (finding,) = found.findings
+    assert (finding.kind, finding.ranks, finding.cause) == ("straggler", [rank], "other")
+    assert finding.arrival == "collectives"
+    assert found.comparison.arrival == {"collectives": 58 * 5}  # not those after the last step
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_meet_unseen_between_backward_and_optimizer(tmp_path: Path, rank: int) -> None:
+    """Gradients reduced by the program itself, with collectives not recorded."""
+    job = Job(ranks=2, wrapper="", reducer=False, communication=0, extra={"backward": on({rank}, 10)})
+    writers = job.run()
+    for iteration in range(job.iterations):
+        ends = []
+        for at, writer in enumerate(writers):
+            backwards = [each for each in writer.records if each["kind"] == Kind.BACKWARD]
+            ends.append(backwards[iteration])
+            # The backward of the other rank ends before the step, which waits for the slow one.
+            if at != rank:
+                backwards[iteration]["end_ns"] -= 9 * MS
+    (finding,) = summary_of(write_run(tmp_path, *writers)).findings
+    assert (finding.kind, finding.ranks, finding.cause) == ("straggler", [rank], "backward")
+    assert finding.arrival == "optimizer"
+
+
+@pytest.mark.parametrize("reducer", [True, False])
+def test_gradient_accumulation(tmp_path: Path, reducer: bool) -> None:
+    """Only the last backward of an iteration is a meeting: what comes before it is own work."""
+    job = Job(ranks=2, accumulate=4, reducer=reducer, noise=0.1, extra={"forward": on({1}, 12)})
+    (finding,) = summary_of(job.write(tmp_path)).findings
+    assert (finding.kind, finding.ranks, finding.cause) == ("straggler", [1], "forward")
+    assert finding.effect == pytest.approx(12 / 38, abs=0.03)
+
+
+# --- all ranks, or none -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_healthy_runs_name_nobody(tmp_path: Path, seed: int) -> None:
+    job = Job(ranks=2 + seed % 3, seed=seed, noise=0.15, reducer=seed % 2 == 0)
+    jitter = random.Random(seed)
+    job.extra["forward"] = lambda rank, iteration: jitter.choice([0.0] * 120 + [20.0])  # the machine is not ours alone
+    found = summary_of(job.write(tmp_path))
+    assert found.findings == []
+    assert found.verdict.startswith(f"60 iterations on {job.ranks} ranks; median ")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_input_bound(tmp_path: Path, workers: int) -> None:
+    found = summary_of(Job(workers=workers, extra={"data": on(None, 10)}).write(tmp_path))
+    (finding,) = found.findings
+    assert (finding.kind, finding.ranks, finding.cause) == ("input_bound", [], "data_loading")
+    assert finding.effect == pytest.approx(12 / 36, abs=0.02)
+    assert finding.details["workers"] == [workers]
+    assert f"all ranks wait for data ({workers or 'no'} workers per loader)" in found.verdict
+
+
+def test_optimizer_bound(tmp_path: Path) -> None:
+    run_dir = Job(extra={"optimizer": on(None, 20)}).write(tmp_path)
+    assert found_in(run_dir) == [("optimizer_bound", [], "optimizer")]
+
+
+@pytest.mark.parametrize("visible", [0, 4])
+def test_communication_bound(tmp_path: Path, visible: int) -> None:
+    run_dir = Job(visible=visible, communication=4 if visible else 15).write(tmp_path)
+    assert found_in(run_dir) == [("communication_bound", [], "communication")]
+
+
+@pytest.mark.parametrize("hidden_barrier", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_slow_checkpoints(tmp_path: Path, rank: int, hidden_barrier: bool) -> None:
+    job = Job(ranks=2, iterations=100, hidden_barrier=hidden_barrier, extra={"checkpoint": on({rank}, 100, every=10)})
+    (finding,) = summary_of(job.write(tmp_path)).findings
+    assert (finding.kind, finding.ranks, finding.cause) == ("slow_checkpoints", [rank], "checkpoint")
+    assert finding.effect == pytest.approx(10 / 36, abs=0.03)
+    assert finding.headline.startswith(f"saving a checkpoint takes 100 ms on rank {rank} about every 10th iteration")
+
+
+def test_evaluation_on_one_rank_alone(tmp_path: Path) -> None:
+    run_dir = Job(ranks=2, iterations=100, extra={"evaluate": on({0}, 100, every=10)}).write(tmp_path)
+    assert found_in(run_dir) == [("evaluation", [0], "evaluate")]
+
+
+@pytest.mark.parametrize("ranks", [{1}, {0, 2}])
+def test_stalls(tmp_path: Path, ranks: set[int]) -> None:
+    draw = random.Random(3)
+    pauses = {(rank, iteration) for rank in ranks for iteration in range(200) if draw.random() < 0.06}
+    job = Job(iterations=200, extra={"other": lambda rank, iteration: 80.0 * ((rank, iteration) in pauses)})
+    (finding,) = summary_of(job.write(tmp_path)).findings
+    assert (finding.kind, finding.ranks, finding.cause) == ("stalls", sorted(ranks), "other")
+    counted = sum(1 for _, iteration in pauses if iteration > 1)
+    assert abs(finding.details["events"] - counted) <= 2
+    assert finding.details["mean_ns"] == pytest.approx(80 * MS, rel=0.1)
+
+
+def test_lateness_that_wanders(tmp_path: Path) -> None:
+    draw = random.Random(5)
+    late = [draw.randrange(4) for _ in range(60)]
+    job = Job(extra={"forward": lambda rank, iteration: 15.0 * (late[iteration] == rank)})
+    assert found_in(job.write(tmp_path)) == [("wandering", [], "forward")]
+
+
+@pytest.mark.parametrize("reducer", [True, False])
+def test_imbalance_that_follows_the_data(tmp_path: Path, reducer: bool) -> None:
+    """Without the reducer's clock the sizes of the batches tell, where they are recorded."""
+    draw = random.Random(5)
+    size = {(rank, iteration): draw.uniform(0, 1) for rank in range(4) for iteration in range(60)}
+    job = Job(
+        reducer=reducer,
+        extra={
+            "forward": lambda rank, iteration: 20 * size[rank, iteration],
+            "backward": lambda rank, iteration: 30 * size[rank, iteration],
+        },
+        batch_bytes=lambda rank, iteration: 0 if reducer else 1e6 * (1 + size[rank, iteration]),
+    )
+    assert found_in(job.write(tmp_path)) == [("data_imbalance", [], "data")]
+
+
+def test_drift(tmp_path: Path) -> None:
+    job = Job(iterations=200, extra={"other": lambda rank, iteration: 0.08 * iteration})
+    (finding,) = summary_of(job.write(tmp_path)).findings
+    assert (finding.kind, finding.ranks, finding.cause) == ("drift", [], "other")
+    assert finding.details["change"] == pytest.approx(12 / 28, abs=0.05)
+
+
+def test_warm_up_is_no_verdict(tmp_path: Path) -> None:
+    job = Job(extra={"forward": lambda rank, iteration: 900.0 if iteration < 3 else 0.0})
+    found = summary_of(job.write(tmp_path))
+    assert found.findings == []
+    assert found.comparison.warm_up_iterations == 2  # and the first, which follows no other
+    assert found.comparison.warm_up_ns == pytest.approx(2 * 900 * MS, rel=0.1)
+
+
+def test_few_iterations_give_no_verdict(tmp_path: Path) -> None:
+    found = summary_of(Job(iterations=9, extra={"data": on({1}, 50)}).write(tmp_path))
+    assert found.findings == []
+    assert "no verdict from fewer than 10 iterations" in found.comparison.notes
+
+
+# --- restarts ---------------------------------------------------------------------------------------------------------
+
+
+def restarted(run_dir: Path, lost_ms: float) -> Path:
+    writers = []
+    start = 0.0
+    for attempt in range(3):
+        job = Job(ranks=2, start=start, extra={"checkpoint": on({0}, 5, every=25)})
+        resource = {"torchelastic.restart_count": str(attempt)}
+        made = job.run(pid=100 + 10 * attempt, changes={"resource": resource})
+        writers += made
+        start = max(each.now for each in made) + lost_ms
+    return write_run(run_dir, *writers)
+
+
+def test_restarts(tmp_path: Path) -> None:
+    found = summary_of(restarted(tmp_path, 1000))
+    (finding,) = found.findings
+    assert (finding.kind, finding.ranks, finding.interval) == ("restarts", [], None)
+    assert finding.details["attempts"] == 3
+    assert finding.cost_ns == pytest.approx(2000 * MS, rel=0.01)
+    assert found.goodput is not None
+    assert found.goodput.goodput == pytest.approx(1 - 2000 / (found.goodput.wall_ns / MS), abs=0.01)
+    assert finding.details["done_again_ns"] == pytest.approx(2 * 10 * 26 * MS, rel=0.05)
+    assert "attempt" in found.comparison.notes[-1]
+
+
+def test_quick_restarts_are_no_verdict(tmp_path: Path) -> None:
+    assert found_in(restarted(tmp_path, 50)) == []
+
+
+# --- clocks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead_ms", [0.0, 37.0, -4000.0])
+def test_clocks_of_hosts(tmp_path: Path, ahead_ms: float) -> None:
+    job = Job(ranks=4, hosts=["a", "a", "b", "b"], clock_ms={"b": ahead_ms}, extra={"data": on({3}, 10)})
+    run_dir = job.write(tmp_path)
+    matched = matched_of(run_dir)
+    clock = matched.hosts["b"]
+    assert clock.uncertainty_ns is not None
+    assert abs(clock.offset_ns + ahead_ms * MS) <= clock.uncertainty_ns
+    assert clock.uncertainty_ns < 6 * MS  # rank 3 always comes last: its host's clock is bounded from one side by 10 ms
+    assert found_in(run_dir) == [("straggler", [3], "data_loading")]
+
+
+def test_one_host_needs_no_clock(tmp_path: Path) -> None:
+    matched = matched_of(Job().write(tmp_path))
+    assert {host: (clock.offset_ns, clock.uncertainty_ns) for host, clock in matched.hosts.items()} == {
+        "elsewhere": (0, 0)
+    }
+
+
+# --- replays ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["data", "forward", "backward"])
+def test_what_if_is_what_happens_without_the_fault(tmp_path: Path, phase: str) -> None:
+    ill = summary_of(Job(seed=7, noise=0.1, extra={phase: on({2}, 15)}).write(tmp_path / "ill"))
+    well = summary_of(Job(seed=8, noise=0.1).write(tmp_path / "well"))
+    really = 1 - well.comparison.span_ns / ill.comparison.span_ns
+    assert ill.what_if[0].saves == pytest.approx(really, abs=0.05)
+
+
+def test_replays_reproduce_what_was_recorded(tmp_path: Path) -> None:
+    found = summary_of(Job(noise=0.3, visible=3).write(tmp_path)).comparison
+    assert found.replayed_ns == pytest.approx(found.span_ns, rel=0.01)
+
+
+def test_groups_that_overlap_are_replayed_step_by_step(tmp_path: Path) -> None:
+    """Ranks 0, 1 and 2, 3 reduce in pairs, then all together: a rank that is late in its pair is late for all."""
+    writers = Job(iterations=0, wrapper="").run()
+    draw = random.Random(2)
+    pairs = [(0, 1), (2, 3)]
+    seq = 0
+    for _ in range(60):
+        seq += 1
+        for writer in writers:
+            writer.take(Kind.FETCH, 2, a=1)
+            writer.wait(draw.uniform(4, 5) + (10 if writer.rank == 3 else 0))
+        for index, pair in enumerate(pairs):
+            done = max(writers[rank].now for rank in pair) + 1
+            for rank in pair:
+                writer = writers[rank]
+                writer.add(
+                    Kind.COLLECTIVE, writer.now, done, name="all_reduce", group=f"pair{index}", seq=seq, group_size=2
+                )
+                writer.now = done
+        for writer in writers:
+            writer.backward(draw.uniform(4, 5))
+        done = max(writer.now for writer in writers) + 1
+        for writer in writers:
+            writer.add(Kind.COLLECTIVE, writer.now, done, name="all_reduce", group="all", seq=seq, group_size=4)
+            writer.now = done
+            writer.step(ms=1)
+    run_dir = write_run(tmp_path, *writers)
+    found = summary_of(run_dir)
+    (finding,) = found.findings
+    assert (finding.kind, finding.ranks, finding.cause) == ("straggler", [3], "forward")
+    assert finding.effect == pytest.approx(10 / 26, abs=0.03)
+    assert found.comparison.replayed_ns == pytest.approx(found.comparison.span_ns, rel=0.02)
+
+
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+def test_intervals_hold_what_they_should() -> None:
+    generator = np.random.default_rng(1)
+    hits = 0
+    for _ in range(200):
+        part = generator.exponential(10, 100)
+        hits += statistics.share(part, np.full(100, 100.0)).low < 0.1 < statistics.share(part, np.full(100, 100.0)).high
+    assert 170 <= hits <= 200
+    one = statistics.share(part, np.full(100, 100.0))
+    assert one == statistics.share(part, np.full(100, 100.0))
+
+
+def test_nobodys_random_numbers_change(tmp_path: Path) -> None:
+    random.seed(1)
+    np.random.seed(1)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    summary_of(Job(ranks=2, iterations=12).write(tmp_path))
+    assert before == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+def test_lower_medians() -> None:
+    values = np.array([[1.0, 2.0, 3.0, 4.0], [9.0, 1.0, 1.0, 5.0]])
+    assert statistics.lower_median_of_others(values).tolist() == [[3, 3, 2, 2], [1, 5, 5, 1]]
+    assert statistics.lower_median_of_others(values[:, :2]).tolist() == [[2, 1], [1, 9]]
+    assert statistics.lower_median(values).tolist() == [2, 1]
+
+
+def test_words() -> None:
+    assert span(2.1 * 3600e9, 11.7 * 3600e9) == "2.10 h of 11.7 h"
+    assert span(4.2e9, 7.6e9) == "4.20 s of 7.60 s"
+    assert (percent(0.183), percent(0.018)) == ("18%", "1.8%")
