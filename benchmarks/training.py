@@ -50,7 +50,7 @@ def _measure(name: str, quick: bool, progress: Progress) -> Measurement:
     detail = (
         f"95 % [{by_wall.low:.3f}, {by_wall.high:.3f}], {len(on_ns)} pairs of blocks; by CPU time {by_cpu}; off"
         f" {np.median(off_ns[:, 0]) / 1e6:.1f} ms; {added_us[1]:+.0f} us of CPU for {records:.0f} records;"
-        f" housekeeper {100 * result['housekeeper']:.2f} % of a core (in both)"
+        f" our threads {100 * result['background']:.2f} % of a core (in both)"
     )
     if not by_wall.tells(budget) and by_cpu.high <= budget:
         # CPU time leaves out the waiting, so that the same work is a larger share of it: an upper bound.

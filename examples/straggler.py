@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import io
 import os
 import random
-import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ FAULTS = {
     "gc": "now and then the garbage collector walks through millions of objects",
     "sequence": "samples are several times as long",
     "checkpoint": "rank 0 saves the model, and all wait for it",
+    "file": "every sample is read from --dataset-file, which may be a pipe that somebody fills slowly",
 }
 
 
@@ -50,11 +52,12 @@ def burn(milliseconds: float) -> None:
 class Texts(Dataset[Tensor]):
     """A few texts of random bytes, over and over, so that there is something to learn."""
 
-    def __init__(self, samples: int, length: int, delay_ms: float, seed: int) -> None:
+    def __init__(self, samples: int, length: int, delay_ms: float, seed: int, file: Path | None = None) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.texts = torch.randint(0, VOCABULARY, (8, length + 1), generator=generator)
         self.samples = samples
         self.delay_ms = delay_ms
+        self.file = None if file is None else file.open("rb")
 
     def __len__(self) -> int:
         return self.samples
@@ -62,6 +65,8 @@ class Texts(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         if self.delay_ms:
             time.sleep(self.delay_ms / 1e3)  # a slow disk keeps no core busy
+        if self.file is not None:
+            self.file.read(1024)
         return self.texts[index % len(self.texts)]
 
 
@@ -126,7 +131,7 @@ class Pauses:
             gc.collect()
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a small model with DistributedDataParallel, and make it slow on purpose.",
         epilog="faults: " + "; ".join(f"{name}: {what}" for name, what in FAULTS.items()),
@@ -141,21 +146,26 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--workers", type=int, default=0, help="data loading processes per rank")
     parser.add_argument("--checkpoint-every", type=int, default=10, help="steps between checkpoints, with that fault")
-    parser.add_argument("--dataset-file", type=Path, help="read every sample's first bytes from here, too")
+    parser.add_argument("--dataset-file", type=Path, help="what a rank with fault 'file' reads from")
     parser.add_argument("--seed", type=int, default=1234)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def save(path: Path, model: nn.Module, delay_ms: float) -> None:
-    """Write the model, and what makes the file as slow to write as a large one."""
-    with path.open("wb") as file:
-        torch.save(model.state_dict(), file)
-        time.sleep(delay_ms / 1e3)
-        os.fsync(file.fileno())
+class SlowFile(io.BytesIO):
+    """A file on a disk that takes its time: as slow to write as one of a large model."""
+
+    def __init__(self, delay_ms: float) -> None:
+        super().__init__()
+        self.delay_ms = delay_ms
+
+    def write(self, data: Any) -> int:
+        time.sleep(self.delay_ms / 1e3)
+        self.delay_ms = 0.0
+        return super().write(data)
 
 
-def main() -> None:
-    args = parse_arguments()
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse_arguments(arguments)
     torch.manual_seed(args.seed)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("gloo")
@@ -164,7 +174,8 @@ def main() -> None:
     delay = {fault: args.delay_ms if ill and fault == args.fault else 0.0 for fault in FAULTS}
 
     length = args.length * 4 if delay["sequence"] else args.length
-    dataset = Texts(args.batch_size * 512, length, delay["dataset"] / args.batch_size, args.seed)
+    file = args.dataset_file if delay["file"] else None
+    dataset = Texts(args.batch_size * 512, length, delay["dataset"] / args.batch_size, args.seed, file)
     sampler: DistributedSampler[Tensor] = DistributedSampler(dataset, world_size, rank, seed=args.seed)
     loader = DataLoader(dataset, args.batch_size, sampler=sampler, num_workers=args.workers, drop_last=True)
 
@@ -172,27 +183,26 @@ def main() -> None:
     optimizer = SlowAdamW(model.parameters(), lr=3e-3, milliseconds=delay["optimizer"])
     pauses = Pauses(12, int(delay["gc"] * 40_000), args.seed + rank) if delay["gc"] else None
 
-    with tempfile.TemporaryDirectory() as folder:
-        step, epoch = 0, 0
-        while step < args.steps:
-            sampler.set_epoch(epoch)
-            epoch += 1
-            for tokens in loader:
-                loss = model(tokens)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                step += 1
-                if pauses is not None:
-                    pauses.maybe()
-                if args.fault == "checkpoint" and step % args.checkpoint_every == 0:
-                    if rank == 0:
-                        save(Path(folder) / "model.pt", model.module, 10 * args.delay_ms)
-                    dist.barrier()
-                if step % 20 == 0 and rank == 0:
-                    print(f"step {step:4d}  loss {loss.item():.3f}", flush=True)
-                if step == args.steps:
-                    break
+    step, epoch = 0, 0
+    while step < args.steps:
+        sampler.set_epoch(epoch)
+        epoch += 1
+        for tokens in loader:
+            loss = model(tokens)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+            if pauses is not None:
+                pauses.maybe()
+            if args.fault == "checkpoint" and step % args.checkpoint_every == 0:
+                if rank == 0:
+                    torch.save(model.module.state_dict(), SlowFile(10 * args.delay_ms))
+                dist.barrier()
+            if step % 20 == 0 and rank == 0:
+                print(f"step {step:4d}  loss {loss.item():.3f}", flush=True)
+            if step == args.steps:
+                break
     dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
 """DistributedDataParallel, whose gradients the reducer averages in C++: what the reducer's own logger measures.
 
-On CPU the logger is asked for every iteration (torch's default is every hundredth); on CUDA its timers synchronise, so the
-user's rate stays as it is and what is sampled is read. No communication hook is installed. The logger tells of an
+On CPU the logger is asked for every iteration (torch's default is every hundredth); on CUDA its timers synchronise, so
+the user's rate stays as it is and what is sampled is read. No communication hook is installed. The logger tells of an
 iteration when the next forward begins, and of the last one when the model goes or the process ends.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import time
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -59,7 +58,7 @@ class _Reducer:
         self._record(recorder, numbers, found.strs_map, iteration)
 
     def _record(self, recorder: Recorder, numbers: Any, texts: Any, iteration: int) -> None:
-        to_monotonic = time.monotonic_ns() - time.time_ns()  # the logger's times are wall clock time
+        to_monotonic = c10d.wall_offset_ns()  # the logger's times are wall clock time
         forward = numbers.get("forward_compute_time_start", 0)
         backward = numbers.get("backward_compute_time_start", 0)
         backward_end = numbers.get("backward_compute_time_end", 0)

@@ -58,7 +58,7 @@ def _hook(method: str, site: Site) -> Hook:
             error_type = type(error).__name__
             raise
         finally:
-            # Most calls find that there is nothing to do: only those that issued a collective (or had one to wait for) count.
+            # Most calls find nothing to do: only those that issued a collective, or had one to wait for, count.
             if info is not None:
                 try:
                     if error_type or waits or _issued(info) != issued:

@@ -23,7 +23,7 @@ from lens_auto.recorder.layout import Flag, Kind
 if TYPE_CHECKING:
     from lens_auto.recorder.recorder import Recorder, ThreadState
 
-# Function -> the name of its operation. The `_tensor` names are what the others were called before 2.13, and call them.
+# Function -> the name of its operation.
 OPERATIONS = {
     "broadcast": "broadcast",
     "all_reduce": "all_reduce",
@@ -43,6 +43,17 @@ OPERATIONS = {
     "all_to_all_single": "all_to_all_single",
     "all_to_all_single_autograd": "all_to_all_single",
     "permute_tensor": "all_to_all_single",
+}
+
+# 2.13 renamed these; the old names warn and call the new ones, which are wrapped then. A hook around an old name would
+# be the line that the warning names.
+RENAMED = {
+    "all_gather_tensor": "all_gather_single",
+    "all_gather_tensor_autograd": "all_gather_single_autograd",
+    "reduce_scatter_tensor": "reduce_scatter_single",
+    "reduce_scatter_tensor_autograd": "reduce_scatter_single_autograd",
+    "all_gather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
 }
 
 _now = time.monotonic_ns
@@ -332,7 +343,7 @@ class FunctionalInstrumentor(LensInstrumentor):
         _comm.bind(c10d)
         for function in OPERATIONS:
             original = vars(module).get(function)
-            if callable(original):
+            if callable(original) and RENAMED.get(function) not in vars(module):
                 site = communication_site(f"{module.__name__}.{function}")
                 patches.wrap(module, function, _hook(module, function, original, site), site)
         if "wait_tensor" in vars(module):

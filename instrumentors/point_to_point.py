@@ -139,7 +139,7 @@ class _Channel:
         if self.doubtful or source < 0:
             receive.doubtful = True
             self.doubtful.append(receive)
-            _doubted[id(self)] = self
+            doubted[id(self)] = self
             if len(self.doubtful) > _MANY:
                 self._lose()
         self.open.append(receive)
@@ -203,7 +203,7 @@ class _Channel:
 
     def _end_doubt(self) -> None:
         self.doubtful = []
-        _doubted.pop(id(self), None)
+        doubted.pop(id(self), None)
 
     def _prune(self) -> None:
         """Forget the receives that are over."""
@@ -262,14 +262,14 @@ class _Counts:
 
 _counts: dict[GroupInfo, _Counts] = {}
 _named: set[tuple[int, str]] = set()  # names of groups that were counted, by initialization
-_doubted: dict[int, _Channel] = {}  # channels with doubtful receives
+doubted: dict[int, _Channel] = {}  # channels with doubtful receives
 _lost_since = -1  # the initialization in which a transfer was not counted
 
 
 def _forget() -> None:
     _counts.clear()
     _named.clear()
-    _doubted.clear()
+    doubted.clear()
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -295,6 +295,12 @@ def _ignores_tags(group: Any, device: bool) -> bool:
         return str(backend.name()).lower().endswith("ccl")
     except Exception:
         return False
+
+
+def settle(recorder: Recorder) -> None:
+    """Look which of the doubtful receives are over, and record whose messages they took."""
+    for channel in list(doubted.values()):
+        channel.settle(recorder)
 
 
 def _lose_count(recorder: Recorder) -> None:
@@ -335,8 +341,8 @@ class _Transfer:
         self.start = 0
         self.receive: _Receive | None = None
         self.channel: _Channel | None = None
-        for doubted in list(_doubted.values()) if _doubted else ():
-            doubted.settle(recorder)
+        if doubted:
+            settle(recorder)
         if kind is Kind.SEND:
             self.k = counts.sent.get((peer, tag), 0)
             counts.sent[peer, tag] = self.k + messages

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lens_auto.config import NemoLensConfig
-    from lens_auto.distributed import create_linked_span
+    from lens_auto.distributed import broadcast_trace_context, create_linked_span
     from lens_auto.groups import SpanGroup
+    from lens_auto.handle import TelemetryHandle, setup_telemetry
     from lens_auto.helpers import (
         DEFAULT_REDACT_KEYS,
         get_meter,
@@ -73,7 +74,9 @@ __all__ = [
     "ExportStrategy",
     "NemoLensConfig",
     "SpanGroup",
+    "TelemetryHandle",
     "__version__",
+    "broadcast_trace_context",
     "create_linked_span",
     "extract_context",
     "get_meter",
@@ -86,6 +89,7 @@ __all__ = [
     "registered_strategies",
     "safe_set_span_attributes",
     "set_enabled_span_groups",
+    "setup_telemetry",
     "span_cm",
     "trace_fn",
     "unregister_export_strategy",

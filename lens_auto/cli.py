@@ -145,7 +145,7 @@ def export(
             metavar="FORM",
             autocompletion=_complete_format,
             help="otlp-json: OTLP/JSON lines, as a collector's file receiver reads. console: one JSON object a span."
-            " otlp: to an endpoint.",
+            " perfetto: a trace for ui.perfetto.dev. otlp: to an endpoint.",
         ),
     ] = "otlp-json",
     to_file: Annotated[

@@ -40,11 +40,14 @@ class LensDistro(BaseDistro):  # type: ignore[misc]
 
 
 class LensConfigurator:
-    """Sets up no SDK at interpreter start: ranks record without one."""
+    """Sets up no SDK at interpreter start: ranks record without one, and providers are built when first used."""
 
     def configure(self, **kwargs: Any) -> None:
         """Called once by `opentelemetry-instrument`."""
+        from lens_auto import providers
+
         runtime.configure()
+        providers.install()
 
 
 def pre_instrument() -> None:

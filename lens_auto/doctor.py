@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from lens_auto import runtime
+from lens_auto import http_services, runtime
 from lens_auto.recorder import rundir, spool
 from lens_auto.settings import Settings
 
@@ -24,7 +24,7 @@ def report() -> dict[str, Any]:
         empty: nothing is wrong).
     """
     settings = Settings.from_env(os.environ)
-    problems = list(settings.problems)
+    problems = [*settings.problems, *http_services.advice(settings)]
     patched = {} if settings.disabled else _patched(problems)
     return {
         "python": sys.version.split()[0],

@@ -11,7 +11,7 @@ _SERVICE_SUFFIX = {"traces": "", "metrics": ".metrics", "logs": ".logs", "unsent
 _RANK_FILE = {"traces": "spans", "metrics": "metrics", "logs": "logs", "unsent": "unsent"}
 
 _services_folder: str | None = None
-_service_files: set[str] = set()
+_service_files: dict[str, str] = {}  # by signal
 
 
 def rank() -> tuple[int, int]:
@@ -65,14 +65,15 @@ def locate(signal: str) -> str:
 
         folder = os.path.join(keeper.run_dir, RANKS_DIR, os.path.basename(keeper.recorder.folder))
         return os.path.join(folder, f"{_RANK_FILE[signal]}.jsonl")
-    import socket
+    found = _service_files.get(signal)
+    if found is None:
+        import socket
 
-    from lens_auto.recorder import rundir
+        from lens_auto.recorder import rundir
 
-    name = f"{rundir.safe_name(socket.gethostname())}-{os.getpid()}{_SERVICE_SUFFIX[signal]}.jsonl"
-    path = os.path.join(_services_dir(), name)
-    _service_files.add(path)
-    return path
+        name = f"{rundir.safe_name(socket.gethostname())}-{os.getpid()}{_SERVICE_SUFFIX[signal]}.jsonl"
+        found = _service_files[signal] = os.path.join(_services_dir(), name)
+    return found
 
 
 def _services_dir() -> str:
@@ -90,7 +91,7 @@ def _services_dir() -> str:
 
 def service_files() -> list[str]:
     """Files that this process wrote as a service."""
-    return sorted(path for path in _service_files if os.path.exists(path))
+    return sorted(path for path in _service_files.values() if os.path.exists(path))
 
 
 def after_fork() -> None:

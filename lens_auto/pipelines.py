@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("lens_auto")
 
+FILE_VARIABLE = "NEMO_LENS_FILE"  # a file for spans in place of those in the run directory
 _BY_PROTOCOL = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
 _MAX_OPEN_SPANS = 10_000
 _KEPT_SHARE = 0.3  # of the time for shutdown: what is left to write down spans that could not be sent
@@ -77,6 +79,9 @@ class Plan:
 
     def file(self, signal: str) -> sdk_exporters.JsonLinesFile:
         """The file of a signal (`traces`, `metrics`, `logs` or `unsent`)."""
+        named = os.environ.get(FILE_VARIABLE, "").strip() if signal == TRACES else ""
+        if named:
+            return sdk_exporters.JsonLinesFile(lambda: named, sys.maxsize)
         locate = self.locate
         if locate is None:
             raise UnknownExporter("there is no run directory to write to")

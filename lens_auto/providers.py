@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("lens_auto")
 
+locate = identity.locate  # the file of a signal
+
 _installed = False
 _lock = threading.RLock()
 _additions: dict[str, Any] = {}  # what `setup_telemetry` wants of providers that are not built yet

@@ -55,6 +55,7 @@ class JsonLinesFile:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._descriptor = -1
+        self._size = 0
         self._path = ""
         self._told = False
         self.dropped_lines = 0
@@ -65,12 +66,14 @@ class JsonLinesFile:
         with self._lock:
             try:
                 self._open(self._locate())
-                size = os.fstat(self._descriptor).st_size
-                if size and size + len(line) > self._limit_bytes // 2:
-                    size = self._rotate()
-                if os.write(self._descriptor, line) != len(line):
-                    os.ftruncate(self._descriptor, size)  # the disk is full: no half lines
+                if self._size and self._size + len(line) > self._limit_bytes // 2:
+                    self._rotate()
+                written = os.write(self._descriptor, line)
+                if written != len(line):  # the disk is full: no half lines, unless others write to the file as well
+                    if os.fstat(self._descriptor).st_size == self._size + written:
+                        os.ftruncate(self._descriptor, self._size)
                     raise OSError(28, "no space left on the device", self._path)
+                self._size += len(line)
                 return True
             except OSError as error:
                 self.dropped_lines += 1
@@ -93,14 +96,14 @@ class JsonLinesFile:
         self._close()
         flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o600)
+        self._size = os.fstat(self._descriptor).st_size
         self._path = path
 
-    def _rotate(self) -> int:
+    def _rotate(self) -> None:
         path = self._path
         os.replace(path, f"{path.removesuffix('.jsonl')}.old.jsonl")
         self._close()
         self._open(path)
-        return 0
 
     def _close(self) -> None:
         if self._descriptor >= 0:
@@ -299,23 +302,47 @@ def _console_object(span: ReadableSpan) -> dict[str, Any]:
 
 
 def spans_line(spans: Sequence[ReadableSpan]) -> bytes:
-    """A batch of spans as one OTLP/JSON `TracesData` line (https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding)."""
+    """A batch of spans as one line of OTLP/JSON, a `TracesData` message.
+
+    See https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding.
+    """
+    try:
+        return orjson.dumps(_message(spans, _encoded_resource), default=_plain, option=orjson.OPT_APPEND_NEWLINE)
+    except (TypeError, ValueError):
+        return _dump(_message(spans, _resource))
+
+
+def _message(spans: Sequence[ReadableSpan], encode_resource: Callable[[Resource], Any]) -> dict[str, Any]:
     resources: dict[int, tuple[Resource, dict[Any, list[dict[str, Any]]]]] = {}
     for span in spans:
         _, scopes = resources.setdefault(id(span.resource), (span.resource, {}))
         scopes.setdefault(span.instrumentation_scope, []).append(_span(span))
-    return _dump(
-        {
-            "resourceSpans": [
-                {
-                    "resource": {"attributes": _attributes(resource.attributes)},
-                    "scopeSpans": [{"scope": _scope(scope), "spans": members} for scope, members in scopes.items()],
-                    **({"schemaUrl": resource.schema_url} if resource.schema_url else {}),
-                }
-                for resource, scopes in resources.values()
-            ]
-        }
-    )
+    return {
+        "resourceSpans": [
+            {
+                "resource": encode_resource(resource),
+                "scopeSpans": [{"scope": _scope(scope), "spans": members} for scope, members in scopes.items()],
+                **({"schemaUrl": resource.schema_url} if resource.schema_url else {}),
+            }
+            for resource, scopes in resources.values()
+        ]
+    }
+
+
+def _resource(resource: Resource) -> dict[str, Any]:
+    return {"attributes": _attributes(resource.attributes)}
+
+
+_known_resource: tuple[Resource, orjson.Fragment] | None = None
+
+
+def _encoded_resource(resource: Resource) -> orjson.Fragment:
+    """A process has one resource at a time: the last one's encoding is kept."""
+    global _known_resource
+    known = _known_resource
+    if known is None or known[0] is not resource:
+        known = _known_resource = (resource, orjson.Fragment(_dump(_resource(resource)).rstrip()))
+    return known[1]
 
 
 def _scope(scope: InstrumentationScope | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Run directories of data-parallel jobs that never ran: ranks whose work is chosen, and who wait for each other.
 
-Each iteration every rank loads data, computes forward and backward, waits for the slowest in the all-reduce at the end of
-backward, steps its optimizer and does some other things. What a hook would see of it becomes a record.
+Each iteration every rank loads data, computes forward and backward, waits for the slowest in the all-reduce at the end
+of backward, steps its optimizer and does some other things. What a hook would see of it becomes a record.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def test_full_spool(launch: Launcher, mount: Callable[[str], Path]) -> None:
     check_job(run)
     told = [line for line in run.lines if not line.startswith(CLOSING)]
     assert len(told) == 1, run.stderr
-    assert repr(str(place)) in told[0]
+    assert str(place) in told[0]
 
 
 def test_spool_without_room_for_a_segment(launch: Launcher, mount: Callable[[str], Path]) -> None:

@@ -148,7 +148,7 @@ def test_console(tmp_path: Path) -> None:
     assert first["parent_id"] is None
     assert first["start_time"] == "2023-11-14T22:13:20.010000000Z"
     assert datetime.datetime.fromisoformat(first["end_time"][:26]) > datetime.datetime(2023, 11, 14)
-    assert first["resource"]["dl.rank"] == 0
+    assert first["resource"]["attributes"]["dl.rank"] == 0
     assert first["attributes"]["dl.iteration"] == 0
     (link,) = next(line for line in lines if line["name"] == "train.iteration" and line["links"])["links"]
     assert link["trace_id"] == first["trace_id"]

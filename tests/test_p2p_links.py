@@ -251,7 +251,7 @@ class Traffic:
 
     def __init__(self, launch: Launcher, source: str) -> None:
         program = launch.program(source)
-        env = {"NEMO_LENS_SPAN_GROUPS": "communication"}
+        env = {"NEMO_LENS_SPAN_GROUPS": "communication", "NEMO_LENS_PROPAGATION": "off"}
         run = launch.run(*INSTRUMENT, *PYTHON, program, "told", env=env, timeout_s=90).check()
         self.told: list[dict[str, Any]] = [
             json.loads(Path(launch.cwd / f"told.{rank}").read_text()) for rank in range(RANKS)

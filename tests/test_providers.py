@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from launch import INSTRUMENT, PYTHON, RUN_RANKS, Launcher, Run
 from receiver import Receiver
 from test_otlp_json import parse
+
+from lens_auto.sdk_exporters import JsonLinesFile
 
 WITHOUT_SDK = """
 import sys
@@ -347,3 +351,35 @@ def test_switched_off_it_leaves_opentelemetry_alone(launch: Launcher) -> None:
     run = check(launch.instrumented(program, env={"NEMO_LENS_DISABLED": "1"}))
     assert run.stdout.split() == ["ProxyTracerProvider", "False"]
     assert run.run_dirs == []
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_bounded_and_keeps_the_newest_lines(tmp_path: Path) -> None:
+    file = JsonLinesFile(lambda: str(tmp_path / "spans.jsonl"), limit_bytes=200)
+    lines = [b"%018d\n" % number for number in range(30)]  # 19 bytes each: five in a half
+    assert all(file.write(line) for line in lines)
+    file.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"spans.jsonl", "spans.old.jsonl"}
+    kept = (tmp_path / "spans.old.jsonl").read_bytes() + (tmp_path / "spans.jsonl").read_bytes()
+    assert kept == b"".join(lines[20:])
+    assert stat.S_IMODE((tmp_path / "spans.jsonl").stat().st_mode) == 0o600
+    assert file.write(lines[0])  # opened again, and counted on
+    assert (tmp_path / "spans.jsonl").read_bytes() == lines[0]
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "{folder}/file/spans.jsonl", "{folder}/link"])
+def test_a_file_that_cannot_be_written_drops_and_says_so_once(
+    tmp_path: Path, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "target").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "target")  # links are not followed
+    file = JsonLinesFile(lambda: path.format(folder=tmp_path), 1 << 20)
+    assert [file.write(b"line\n") for _ in range(3)] == [False] * 3
+    assert file.dropped_lines == 3
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("lens-auto: '")
+    assert "cannot be written" in line
+    assert (tmp_path / "target").read_bytes() == b""

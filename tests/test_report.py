@@ -321,7 +321,7 @@ def test_bad_options(tmp_path: Path) -> None:
     run = str(write_run(tmp_path / "run", train(Writer(), 1)))
     done = command("export", run, "--to", "xml")
     assert done.returncode == 2
-    assert done.stderr == "lens-auto: 'xml' is no form of export; valid: otlp-json, console\n"
+    assert done.stderr == "lens-auto: 'xml' is no form of export; valid: otlp-json, console, perfetto\n"
     done = command("export", run, "-o", str(tmp_path / "none" / "file"))
     assert done.returncode == 2
     assert done.stderr == f"lens-auto: {tmp_path}/none/file: No such file or directory; nothing is written\n"

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from launch import SCRIPTS, Launcher
+from launch import INSTRUMENT, RUN_RANKS, TORCHRUN, Launcher
 from simulate import Job, on
 from synthetic import write_run
 
-from lens_auto.recorder.layout import Kind, Phase
+from lens_auto.recorder.layout import Kind
 from lens_auto.recorder.read import RunDirectory
 from lens_auto.report import statistics
 from lens_auto.report.load import load
@@ -41,6 +46,13 @@ def found_in(run_dir: Path) -> list[tuple[str, list[int], str | None]]:
     """Kind, ranks and cause of every finding, as --json has them."""
     report = json.loads(json.dumps(summary_of(run_dir).to_json()))
     return [(each["kind"], each["ranks"], each["cause"]) for each in report["findings"]]
+
+
+@pytest.fixture
+def asked_for(request: pytest.FixtureRequest) -> None:
+    """Tests of the full matrix take minutes and want a machine of their own: they run with `-m slow`."""
+    if "slow" not in request.config.option.markexpr:
+        pytest.skip("part of the full matrix: -m slow")
 
 
 # --- one rank is slow -------------------------------------------------------------------------------------------------
@@ -338,9 +350,7 @@ def test_groups_that_overlap_are_replayed_step_by_step(tmp_path: Path) -> None:
     writers = Job(iterations=0, wrapper="").run()
     draw = random.Random(2)
     pairs = [(0, 1), (2, 3)]
-    seq = 0
-    for _ in range(60):
-        seq += 1
+    for seq in range(60):
         for writer in writers:
             writer.take(Kind.FETCH, 2, a=1)
             writer.wait(draw.uniform(4, 5) + (10 if writer.rank == 3 else 0))
@@ -365,6 +375,162 @@ def test_groups_that_overlap_are_replayed_step_by_step(tmp_path: Path) -> None:
     assert (finding.kind, finding.ranks, finding.cause) == ("straggler", [3], "forward")
     assert finding.effect == pytest.approx(10 / 26, abs=0.03)
     assert found.comparison.replayed_ns == pytest.approx(found.comparison.span_ns, rel=0.02)
+
+
+# --- real jobs --------------------------------------------------------------------------------------------------------
+
+
+def train(launch: Launcher, *args: str, during: Callable[[Path], None] | None = None) -> Path:
+    """Run the example on two ranks under the instrumentation; its run directory.
+
+    Args:
+        launch: starts it.
+        args: the example's.
+        during: called beside the running job with its run directory.
+    """
+    started = launch.start([*INSTRUMENT, *TORCHRUN, "--standalone", "--nproc-per-node", "2", STRAGGLER, *args])
+    if during is not None:
+        thread = threading.Thread(target=during, args=(launch.cwd / "lens-runs",), daemon=True)
+        thread.start()
+    return started.wait(170).check().run_dir
+
+
+def verdict_of(run_dir: Path) -> tuple[str, list[int], str | None]:
+    """The first finding, as the command prints it."""
+    command = [sys.executable, "-m", "lens_auto.cli", "report", "--json", str(run_dir)]
+    report = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert report["findings"], report
+    return tuple(report["findings"][0][key] for key in ("kind", "ranks", "cause"))
+
+
+FORKED = """
+import runpy, sys
+import torch
+def main(rank):
+    runpy.run_path(sys.argv[1], run_name="example")["main"](sys.argv[2:])
+run_ranks(main, 2)
+"""
+
+
+@pytest.mark.parametrize(("fault", "rank", "cause"), [("dataset", 1, "data_loading"), ("backward", 0, "backward")])
+def test_a_real_straggler(launch: Launcher, fault: str, rank: int, cause: str) -> None:
+    """Backward is slow inside the all-reduce that hides it: every rank's backward takes as long."""
+    args = ("--fault", fault, "--rank", str(rank), "--steps", "30", "--delay-ms", "100")
+    run = launch.instrumented(RUN_RANKS + FORKED, STRAGGLER, *args)
+    assert verdict_of(run.check().run_dir) == ("straggler", [rank], cause)
+
+
+CAUSES = {
+    "dataset": "data_loading",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "sequence": "data",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.usefixtures("asked_for")
+class TestMatrix:
+    """Each fault on each of two ranks, and none where there is none."""
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    @pytest.mark.parametrize("fault", CAUSES)
+    def test_one_rank(self, launch: Launcher, fault: str, rank: int) -> None:
+        run_dir = train(launch, "--fault", fault, "--rank", str(rank))
+        assert verdict_of(run_dir) == ("straggler", [rank], CAUSES[fault])
+
+    @pytest.mark.parametrize(("fault", "kind"), [("dataset", "input_bound"), ("optimizer", "optimizer_bound")])
+    def test_all_ranks(self, launch: Launcher, fault: str, kind: str) -> None:
+        assert verdict_of(train(launch, "--fault", fault, "--rank", "all")) == (kind, [], CAUSES[fault])
+
+    @pytest.mark.parametrize("rank", ["0", "1", "all"])
+    def test_garbage_collection(self, launch: Launcher, rank: str) -> None:
+        ranks = [0, 1] if rank == "all" else [int(rank)]
+        run_dir = train(launch, "--fault", "gc", "--rank", rank, "--steps", "200")
+        assert verdict_of(run_dir) == ("stalls", ranks, "other")
+
+    def test_checkpoints(self, launch: Launcher) -> None:
+        assert verdict_of(train(launch, "--fault", "checkpoint")) == ("slow_checkpoints", [0], "checkpoint")
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_healthy(self, launch: Launcher, seed: int) -> None:
+        assert found_in(train(launch, "--seed", str(seed))) == []
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_rank_that_is_stopped_a_fifth_of_the_time(self, launch: Launcher, rank: int) -> None:
+        def stop_and_go(runs: Path) -> None:
+            pid = pid_of(runs, rank)
+            with contextlib.suppress(ProcessLookupError):
+                while True:
+                    os.kill(pid, signal.SIGSTOP)
+                    time.sleep(0.1)
+                    os.kill(pid, signal.SIGCONT)
+                    time.sleep(0.4)
+
+        kind, ranks, _ = verdict_of(train(launch, "--steps", "250", during=stop_and_go))
+        assert (kind, ranks) in [("stalls", [rank]), ("straggler", [rank])]
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_rank_that_shares_its_core(self, launch: Launcher, rank: int) -> None:
+        hogs: list[subprocess.Popen[bytes]] = []
+
+        def hog(runs: Path) -> None:
+            cores = sorted(os.sched_getaffinity(0))
+            for each in (0, 1):
+                for thread in Path(f"/proc/{pid_of(runs, each)}/task").iterdir():
+                    os.sched_setaffinity(int(thread.name), {cores[each]})
+            program = f"import os; os.sched_setaffinity(0, {{{cores[rank]}}})\nwhile True: pass"
+            hogs.extend(subprocess.Popen([sys.executable, "-c", program]) for _ in range(3))
+
+        try:
+            kind, ranks, _ = verdict_of(train(launch, "--steps", "250", during=hog))
+        finally:
+            for each in hogs:
+                each.kill()
+        assert (kind, ranks) == ("straggler", [rank])
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_dataset_behind_a_slow_pipe(self, launch: Launcher, rank: int) -> None:
+        pipe = launch.cwd / "dataset"
+        os.mkfifo(pipe)
+
+        def feed() -> None:
+            with contextlib.suppress(BrokenPipeError), pipe.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(8 * 1024))  # a batch
+                    time.sleep(0.08)
+
+        threading.Thread(target=feed, daemon=True).start()
+        run_dir = train(launch, "--fault", "file", "--rank", str(rank), "--dataset-file", str(pipe))
+        assert verdict_of(run_dir) == ("straggler", [rank], "data_loading")
+
+    @pytest.mark.parametrize("fault", ["dataset", "forward"])
+    def test_what_if_is_what_removing_the_fault_brings(
+        self, tmp_path: Path, fault: str, request: pytest.FixtureRequest
+    ) -> None:
+        spans = []
+        for name, args in (("ill", ("--fault", fault)), ("well", ())):
+            launch = Launcher(tmp_path / name)
+            request.addfinalizer(launch.close)
+            found = summary_of(train(launch, *args))
+            spans.append(found.comparison.span_ns / found.comparison.iterations)
+            if name == "ill":
+                saves = found.what_if[0].saves
+        assert saves == pytest.approx(1 - spans[1] / spans[0], abs=0.1)
+
+
+def pid_of(runs: Path, rank: int) -> int:
+    """Process id of a rank of a job that has just been started, once it trains."""
+    for _ in range(600):
+        time.sleep(0.1)
+        for path in runs.glob("*/ranks/*/writer.json"):
+            with contextlib.suppress(ValueError, KeyError):
+                found = json.loads(path.read_text())
+                if found["rank"] == rank:
+                    return int(found["pid"])
+    raise AssertionError(f"no rank {rank} in {runs}")
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------

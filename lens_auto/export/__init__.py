@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     Encoder = Callable[[Iterable[WriterSpans]], Iterator[tuple[bytes, int]]]
 
-FORMATS = ("otlp-json", "console")
+FORMATS = ("otlp-json", "console", "perfetto")
 
 
 def encoder(name: str) -> Encoder:
@@ -32,6 +32,10 @@ def encoder(name: str) -> Encoder:
         from lens_auto.export import console
 
         return console.lines
+    if name == "perfetto":
+        from lens_auto.export import perfetto
+
+        return perfetto.encoder()
     raise ValueError(f"{name!r} is no form of export; valid: {', '.join(FORMATS)}")
 
 

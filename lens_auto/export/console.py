@@ -48,7 +48,7 @@ def _object(span: Span, resource: dict[str, Any]) -> dict[str, Any]:
             {"trace_id": link.trace_id.hex(), "span_id": link.span_id.hex(), "attributes": _plain(link.attributes)}
             for link in span.links
         ],
-        "resource": resource,
+        "resource": {"attributes": resource},
     }
     if span.error is not None:
         found["status"] = {"code": "ERROR", "message": span.error}

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.sampling import Sampler
 
 TRACES_GROUP = "opentelemetry_traces_exporter"
-SAMPLER_GROUP = "opentelemetry_traces_sampler"
 GRPC, HTTP = "otlp_proto_grpc", "otlp_proto_http"
 LOCAL = frozenset({CONSOLE, FILE})  # what is sent there stays on this node
 _BY_PROTOCOL = {"grpc": GRPC, "http/protobuf": HTTP}
@@ -74,15 +73,7 @@ def make_exporter(name: str) -> SpanExporter:
 
 
 def make_sampler() -> Sampler:
-    """The head sampler that `OTEL_TRACES_SAMPLER` names, as the SDK reads it (its own, or one by entry point).
+    """The head sampler that `OTEL_TRACES_SAMPLER` names: the SDK's own, or one by entry point."""
+    from lens_auto.pipelines import sampler_from_environment
 
-    An unknown name keeps everything, as the SDK does.
-    """
-    from opentelemetry.sdk.trace import sampling
-
-    name = os.environ.get("OTEL_TRACES_SAMPLER", "").strip()
-    for point in entry_points(group=SAMPLER_GROUP):
-        if point.name == name:
-            sampler: Sampler = point.load()(os.environ.get("OTEL_TRACES_SAMPLER_ARG", ""))
-            return sampler
-    return sampling._get_from_env_or_default()
+    return sampler_from_environment()

@@ -279,10 +279,11 @@ class Lane:
         if answer.outcome in _FOR_GOOD and size > 1:
             self._batch_spans = max(1, size // 2)  # down to the one span that is meant
             return True
-        if took_s > SLOW_S:
-            self._batch_spans = max(1, size // 4)
         if answer.retry_after_s is not None:
             pause_s = min(answer.retry_after_s, LONGEST_OBEYED_S)
+        elif took_s > SLOW_S and size > 1:
+            self._batch_spans = max(1, size // 4)
+            pause_s = FIRST_PAUSE_S
         else:
             pause_s = self._pause_s * self._random.uniform(0.8, 1.2)
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)

@@ -14,7 +14,8 @@ from typing import Any
 from lens_auto import __version__, semconv
 from lens_auto.export.spans import Link, Span
 
-_KNOWN = 50_000  # encoded attributes remembered; a few hundred bytes each
+_KNOWN = 20_000  # encoded attributes remembered, a few hundred bytes each
+_SMALL = 1 << 12  # integers below are remembered: sizes, ranks, counts; times and sequence numbers hardly repeat
 _INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
 _HAS_IS_REMOTE, _IS_REMOTE = 0x100, 0x200  # SpanFlags
 _STATUS_ERROR = 2
@@ -73,6 +74,7 @@ class Encoder:
     def __init__(self) -> None:
         self._texts: dict[tuple[str, Any], bytes] = {}
         self._numbers: dict[tuple[str, Any], bytes] = {}
+        self._heads: dict[tuple[str, int], bytes] = {}  # of an integer: key and length, all but its own bytes
         self._names: dict[str, bytes] = {}
         self._resource: tuple[Mapping[str, Any], bytes] = ({}, _field(1, b""))
 
@@ -121,10 +123,18 @@ class Encoder:
         return found
 
     def _number(self, key: str, value: Any) -> bytes:
-        if len(self._numbers) > _KNOWN:
-            self._numbers.clear()
-        found = self._numbers[key, value] = _key_value(_SPAN_ATTRIBUTES, key, value)
-        return found
+        if not 0 <= value <= _INT64_MAX:
+            return _key_value(_SPAN_ATTRIBUTES, key, value)
+        digits = varint(value)
+        head = self._heads.get((key, len(digits)))
+        if head is None:
+            head = _key_value(_SPAN_ATTRIBUTES, key, value)[: -len(digits)]
+            self._heads[key, len(digits)] = head
+        if value < _SMALL:
+            if len(self._numbers) > _KNOWN:
+                self._numbers.clear()
+            self._numbers[key, value] = head + digits
+        return head + digits
 
     @staticmethod
     def _link(link: Link) -> bytes:

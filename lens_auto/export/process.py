@@ -147,9 +147,10 @@ class _Node:
         gone = writer.status is not Status.RUNNING and not process_is_alive(info.pid, info.start_ticks)
         if gone and spooled and not self._cannot_finish(writer):
             return None
-        ended = gone or (writer.status is Status.CLOSED and not spooled)
+        stays = bool(info.raw.get("run_dir_failed"))
+        ended = gone or (writer.status is Status.CLOSED and (stays or not spooled))
         folder = next((str(each) for each in writer.folders if not self.is_spooled(each)), None)
-        if folder is None and (gone or info.raw.get("run_dir_failed")):
+        if folder is None and (gone or stays):
             folder = str(writer.folders[0])
         if info.seed is None and not ended:
             folder = None

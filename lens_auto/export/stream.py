@@ -16,13 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from lens_auto.export.spans import Others, Part, Span, SpanMaker, look_at
+from lens_auto.groups import TrainingSpanGroup as Group
 from lens_auto.iteration.rule import Iterations, Resume, find_iterations
 from lens_auto.recorder.layout import SEGMENT_RECORDS, Flag, Kind
 from lens_auto.recorder.read import Records, WriterFiles
 
 PATIENCE_NS = 60_000_000_000  # how long an operation without a wait may hold itself back
 _LAG = 2  # iterations that stay behind: the open one, and one that is closed
-_PAST = 16
+# How long after its time a record may be written: what torch's flight recorder knows is asked for every few seconds.
+_LATE_NS = 1_000_000_000
+_LATE_FLIGHT_NS = 8_000_000_000
+_PAST = 256
 _LOADERS = 64
 _AT_ONCE = SEGMENT_RECORDS // 2  # records looked at for one part; more where an iteration has more
 _MUCH = 2 * SEGMENT_RECORDS
@@ -157,7 +161,8 @@ def next_part(
         records, exhausted, lost = _read(writer, position, cut, at_once)
         resume = position.resume if not lost else _resume_after_loss(records, position)
         iterations = find_iterations(records.data, records.numbers, writer.last_sign_ns, resume)
-        chosen = cut or _choose(records, iterations, position, lost, ended and exhausted)
+        settled_ns = _END if ended else time.monotonic_ns() - _late_ns(writer)
+        chosen = cut or _choose(records, iterations, position, lost, settled_ns, ended and exhausted)
         if chosen is not None or exhausted:
             break
         at_once *= 2  # one iteration of more records than that
@@ -216,16 +221,23 @@ def _resume_after_loss(records: Records, position: Position) -> Resume | None:
     return Resume(int(data["iteration"][0]), start_ns, (start_ns,), loaders)
 
 
-def _choose(records: Records, iterations: Iterations, position: Position, lost: int, last: bool) -> Cut | None:
+def _late_ns(writer: WriterFiles) -> int:
+    return _LATE_FLIGHT_NS if Group.COMMUNICATION in writer.info.groups else _LATE_NS
+
+
+def _choose(
+    records: Records, iterations: Iterations, position: Position, lost: int, settled_ns: int, last: bool
+) -> Cut | None:
     """Where the next part ends; None: nothing is closed for good yet."""
     below = int(records.numbers[-1]) + 1 if len(records) else position.top
     below = max(below, position.top)
     if last:
         return Cut(below, _END, (), (), True)
-    if len(iterations) > _LAG:
-        until_ns = int(iterations.start_ns[-_LAG])
+    settled = int(np.searchsorted(iterations.start_ns[1 : 1 - _LAG], settled_ns, side="right"))
+    if settled:
+        until_ns = int(iterations.start_ns[settled])
     elif not len(iterations) and len(records) >= _MUCH:
-        until_ns = int(np.quantile(records.data["start_ns"], 0.5))  # a rank that never steps
+        until_ns = min(settled_ns, int(np.quantile(records.data["start_ns"], 0.5)))  # a rank that never steps
     else:
         return None
     return Cut(below, until_ns, _held(records, until_ns), _missing(records, position, lost, below), False)

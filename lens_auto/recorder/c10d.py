@@ -1,23 +1,25 @@
 """What torch itself knows of process groups and of operations under way, asked from outside of the training thread.
 
 Private names of torch are reached here alone, by feature detection (seen in 2.13: `_world.pg_names`,
-`_world.pg_group_ranks`, `_get_sequence_number_for_group`, `_dump_fr_trace_json`). Nothing here imports torch, takes part
-in a collective, or touches a store.
+`_world.pg_group_ranks`, `_get_sequence_number_for_group`, `_dump_fr_trace`). Nothing here imports torch, takes
+part in a collective, or touches a store.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 _C10D = "torch.distributed.distributed_c10d"
 # What the variable was called before 2.6 is still read.
 FLIGHT_RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-# The first is for every backend (2.6 and later), the others NCCL's own.
-_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+_DEFAULT_CAPACITY = 2000
+# The first is for every backend (2.7 and later), the other NCCL's own.
+_DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
 
 
 class Group(NamedTuple):
@@ -55,30 +57,58 @@ def process_groups() -> list[Group]:
     return found
 
 
+_kept: bool | None = None
+
+
 def keeps_flight_records() -> bool:
-    """Whether the job itself asked for torch's flight recorder."""
+    """Whether torch's flight recorder is on in this job; ask once operations have been issued.
+
+    Nobody but the job switches it: by these variables, or by torch's default (2.13: on for every backend).
+    """
+    global _kept
+    if flight_capacity() == 0:
+        return False
+    if _kept is None:
+        _kept = bool(flight_entries())
+    return _kept
+
+
+def flight_capacity() -> int:
+    """How many operations the flight recorder keeps, where it is on."""
     for variable in FLIGHT_RECORDER_VARIABLES:
         value = os.environ.get(variable, "").strip()
         if value.isdigit():
-            return int(value) > 0
-    return False
+            return int(value)
+    return _DEFAULT_CAPACITY
 
 
 def flight_entries(only_active: bool = False) -> list[dict[str, Any]]:
     """The entries of torch's flight recorder, oldest first; none where it is off or this torch has none.
 
-    Takes about 15 us an entry, and a lock of the recorder that operations take as well.
+    Takes about 20 us an entry, and a lock of the recorder that operations take as well.
     """
     module = sys.modules.get("torch._C._distributed_c10d")
     for name in _DUMPS:
         dump = getattr(module, name, None)
         if dump is None:
             continue
-        found = json.loads(dump(True, only_active))
+        found = pickle.loads(dump(True, False, only_active))  # torch's own, from this process: no stacks
         entries = found.get("entries") if isinstance(found, dict) else None
         if entries:
             return [entry for entry in entries if isinstance(entry, dict)]
     return []
+
+
+def wall_offset_ns() -> int:
+    """What is to be added to a wall clock stamp of torch's, to have it on our monotonic clock."""
+    best, offset = 1 << 62, 0
+    for _ in range(3):  # the thread may be put aside between the two
+        before = time.monotonic_ns()
+        wall = time.time_ns()
+        after = time.monotonic_ns()
+        if after - before < best:
+            best, offset = after - before, before - wall
+    return offset
 
 
 def operation_of(entry: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """How ranks ended, as the process that started them saw it: exit codes and signals, which no rank can write itself.
 
 `ranks/<writer>/exit.json` in the run directory (in the spool where that is not known) for a process that recorded;
-`exits-<host>-<pid>.json` in the run directory, by launcher, for all that it started, also those that never became a rank.
+`exits-<host>-<pid>.json` in the run directory, by launcher, for all that it started, also those that never became one.
 """
 
 from __future__ import annotations

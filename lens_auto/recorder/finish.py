@@ -122,7 +122,8 @@ def finish_writer(folder: str, run_dir: str) -> None:
         for name in (STRINGS_NAME, LIVE_NAME, HANG_NAME, EXIT_NAME):
             with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, name), "rb") as file:
                 spool.write_atomically(os.path.join(target, name), file.read())
-        for path in glob.glob(os.path.join(glob.escape(folder), "export-*.json")):  # how far exporters are with it
+        others = ("export-*.json", "*.jsonl")  # how far exporters are with it; spans and logs of the SDK
+        for path in [found for other in others for found in glob.glob(os.path.join(glob.escape(folder), other))]:
             with open(path, "rb") as file:
                 spool.write_atomically(os.path.join(target, os.path.basename(path)), file.read())
         _tell_exporter(folder, run_dir)

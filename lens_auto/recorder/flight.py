@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from lens_auto.recorder.housekeeper import Housekeeper
 
 LOOK_EVERY_NS = 1_000_000_000
+ASK_EVERY_NS = 5_000_000_000  # unless the flight recorder would be full before
 THREAD = 0xFFFF  # of records from here: none of the program's
 _SETTLE_NS = 400_000_000  # a hook that has left the operation may not have written its record yet
 _CLOCK_NS = 1_000_000  # the two clocks are read one after the other
 _NEAR_NS = 600_000_000_000  # a group of the same name that was made again counts from 1 as well
 _KEPT = 20_000  # calls of a group that are remembered
+_NAMES = tuple(name for name, _ in layout.RECORD_FIELDS)
+_SEVERAL = ("_object", "_object_list", "_coalesced", "monitored_barrier")  # ends of names of calls that make several
 _MAX_INSIDE = 16  # operations that one call makes inside
 
 
@@ -34,11 +37,11 @@ class _Calls:
     __slots__ = ("_spans",)
 
     def __init__(self) -> None:
-        self._spans: dict[int, tuple[int, int]] = {}
+        self._spans: dict[int, tuple[int, int, bool]] = {}
 
-    def add(self, seq: int, start_ns: int, end_ns: int) -> None:
-        """A call was recorded."""
-        self._spans[seq] = (start_ns, end_ns)
+    def add(self, seq: int, start_ns: int, end_ns: int, several: bool) -> None:
+        """A call was recorded; `several`: it may make several operations inside."""
+        self._spans[seq] = (start_ns, end_ns, several)
         if len(self._spans) > _KEPT:
             del self._spans[next(iter(self._spans))]
 
@@ -50,7 +53,7 @@ class _Calls:
         for before in range(seq - 1, seq - _MAX_INSIDE, -1):
             found = self._spans.get(before)
             if found is not None:
-                return found[0] - _CLOCK_NS <= at_ns <= found[1] + _CLOCK_NS
+                return found[2] and found[0] - _CLOCK_NS <= at_ns <= found[1] + _CLOCK_NS
         return False
 
 
@@ -61,30 +64,27 @@ class FlightLog:
         self._keeper = keeper
         self._recorder = keeper.recorder
         self._site = guard.site("flight_recorder")
-        self._wanted: bool | None = None
         self._next_ns = 0
         self._seen = -1  # record_id of the newest entry that was looked at
         self._on_since_ns = 0  # monotonic; 0: communication is off
+        self._asked_ns = 0
+        self._asked_issued = 0  # operations issued when the flight recorder was last asked
+        self._own = 0  # operations since then that the hooks recorded
         self._cursor = (0, 0)  # segment, index: the next of our own records to look at
         self._calls: dict[tuple[int, str], _Calls] = {}  # by initialization and group
         self._waiting: list[dict[str, Any]] = []
         self._names: dict[int, str] = {}
 
     def tick(self) -> None:
-        """Look, once a second."""
-        if self._wanted is None and self._recorder.init:
-            self._wanted = c10d.keeps_flight_records()
+        """Look, once a second; the flight recorder is asked only where it has something that the hooks did not see."""
         now = time.monotonic_ns()
-        if not self._wanted or now < self._next_ns or not self._site.gate:
-            return
-        self._next_ns = now + LOOK_EVERY_NS
-        self._look(now, last=False)
+        if now >= self._next_ns and self._recorder.init and self._site.gate:
+            self._next_ns = now + LOOK_EVERY_NS
+            self._look(now, last=False)
 
     def finish(self) -> None:
         """The program is done: what is left is taken now."""
-        if self._wanted is None:
-            self._wanted = bool(self._recorder.init) and c10d.keeps_flight_records()
-        if self._wanted and self._site.gate:
+        if self._recorder.init and self._site.gate:
             self._look(time.monotonic_ns(), last=True)
 
     def _look(self, now: int, last: bool) -> None:
@@ -92,28 +92,46 @@ class FlightLog:
             if not self._recorder.communication:
                 self._on_since_ns = 0
                 return
+            if not self._on_since_ns:
+                self._on_since_ns = now if self._asked_ns else 1
             self._follow_own(now)
-            entries = c10d.flight_entries()
-            wall_ns, now = time.time_ns(), time.monotonic_ns()
-            to_monotonic = now - wall_ns
-            first = self._on_since_ns == 0
-            if first:
-                self._on_since_ns = now if self._seen >= 0 else 1
-            for entry in entries:
-                number = int(entry["record_id"])
-                if number <= self._seen or entry.get("is_p2p"):
-                    continue
-                entry["at_ns"] = int(entry["time_created_ns"]) + to_monotonic
-                if entry["at_ns"] >= self._on_since_ns:
-                    self._waiting.append(entry)
-            if entries:
-                self._seen = max(self._seen, int(entries[-1]["record_id"]))
-            self._follow_own(now)
-            self._sort_out(now, last, to_monotonic)
+            if self._is_due(now, last) and c10d.keeps_flight_records():
+                self._ask()
+                self._follow_own(time.monotonic_ns())
+            if self._waiting:
+                self._sort_out(time.monotonic_ns(), last)
         except Exception as error:
             self._site.fault(error)
 
-    def _sort_out(self, now: int, last: bool, to_monotonic: int) -> None:
+    def _is_due(self, now: int, last: bool) -> bool:
+        issued = self._keeper.watch.issued()
+        fresh = issued - self._asked_issued
+        if last:
+            return True
+        if fresh <= self._own and not self._waiting:
+            return False
+        return now - self._asked_ns >= ASK_EVERY_NS or fresh >= c10d.flight_capacity() // 3
+
+    def _ask(self) -> None:
+        """Take over the entries that are new."""
+        self._asked_issued = self._keeper.watch.issued()
+        self._own = 0
+        entries = c10d.flight_entries()
+        self._asked_ns = time.monotonic_ns()
+        to_monotonic = c10d.wall_offset_ns()
+        for entry in entries:
+            if int(entry["record_id"]) <= self._seen or entry.get("is_p2p") or not entry["process_group"][0]:
+                continue  # a group without a name is none of the program's: our own carrier
+            entry["at_ns"] = int(entry["time_created_ns"]) + to_monotonic
+            ended = int(entry.get("time_discovered_completed_ns") or 0)
+            entry["until_ns"] = ended + to_monotonic if ended else 0
+            if entry["at_ns"] >= self._on_since_ns:
+                self._waiting.append(entry)
+        if entries:
+            self._seen = max(self._seen, int(entries[-1]["record_id"]))
+
+    def _sort_out(self, now: int, last: bool) -> None:
+        """Record the entries that no hook recorded; what may still be recorded by one waits."""
         running = {} if last else self._running()
         kept = []
         for entry in self._waiting:
@@ -123,7 +141,7 @@ class FlightLog:
             if not last and (seq >= running.get(group, 1 << 62) or now - at_ns < _SETTLE_NS):
                 kept.append(entry)
                 continue
-            self._record(entry, group, seq, at_ns, to_monotonic)
+            self._record(entry, group, seq, at_ns)
         self._waiting = kept
 
     def _running(self) -> dict[str, int]:
@@ -145,17 +163,15 @@ class FlightLog:
             name = self._names[number] = self._recorder.strings.text(number)
         return name
 
-    def _record(self, entry: dict[str, Any], group: str, seq: int, at_ns: int, to_monotonic: int) -> None:
-        recorder = self._recorder
-        ended = int(entry.get("time_discovered_completed_ns") or 0)
-        end_ns = ended + to_monotonic if ended else at_ns
-        flags = Flag.FLIGHT | recorder.communication | (0 if ended else Flag.END_UNKNOWN)
+    def _record(self, entry: dict[str, Any], group: str, seq: int, at_ns: int) -> None:
+        recorder, until_ns = self._recorder, int(entry["until_ns"])
+        flags = Flag.FLIGHT | recorder.communication | (0 if until_ns else Flag.END_UNKNOWN)
         nbytes, dtype = c10d.payload_of(entry)
         self._keeper.watch.own_records += 1
         recorder.record(
             Kind.COLLECTIVE,
             at_ns,
-            max(at_ns, end_ns),
+            max(at_ns, until_ns),
             THREAD,
             flags,
             recorder.strings.id(c10d.operation_of(entry)),
@@ -180,20 +196,25 @@ class FlightLog:
 
     def _read(self, segment: Segment, index: int, now: int) -> int:
         """Read records from an index on; the index of the first one that is not written yet."""
-        unpack = layout.RECORD.unpack_from
-        names = [name for name, _ in layout.RECORD_FIELDS]
-        kind_at, group_at, seq_at = names.index("kind"), names.index("group"), names.index("seq")
-        flags_at, init_at = names.index("flags"), names.index("init")
-        used = segment.used()
-        while index < used:
-            fields = unpack(segment.buffer, layout.SEGMENT_HEADER_BYTES + index * layout.RECORD_BYTES)
-            if fields[-1] != index + 1:
-                if segment.closed_ns and now - segment.closed_ns > _SETTLE_NS:
-                    index += 1  # a thread died in the middle of it
-                    continue
-                break
-            if fields[kind_at] == Kind.COLLECTIVE and not fields[flags_at] & Flag.FLIGHT:
-                key = (fields[init_at], self._text(fields[group_at]))
-                self._calls.setdefault(key, _Calls()).add(fields[seq_at], fields[0], fields[1])
-            index += 1
-        return index
+        import numpy as np
+
+        from lens_auto.recorder.read import RECORD_DTYPE
+
+        count = segment.used() - index
+        if count <= 0:
+            return index
+        offset = layout.SEGMENT_HEADER_BYTES + index * layout.RECORD_BYTES
+        found = np.frombuffer(segment.buffer, dtype=RECORD_DTYPE, count=count, offset=offset)
+        written = found["commit"] == np.arange(index + 1, index + count + 1, dtype=np.uint32)
+        if not (segment.closed_ns and now - segment.closed_ns > _SETTLE_NS):  # else a thread died in the middle of it
+            count = count if written.all() else int(np.argmin(written))
+        ours = (
+            written[:count] & (found["kind"][:count] == Kind.COLLECTIVE) & ((found["flags"][:count] & Flag.FLIGHT) == 0)
+        )
+        for row in found[:count][ours].tolist():  # (a copy: the map is not held)
+            fields = dict(zip(_NAMES, row, strict=True))
+            several = self._text(fields["name"]).endswith(_SEVERAL)
+            key = (fields["init"], self._text(fields["group"]))
+            self._calls.setdefault(key, _Calls()).add(fields["seq"], fields["start_ns"], fields["end_ns"], several)
+            self._own += 1
+        return index + count

@@ -3,9 +3,9 @@
 Runs in the housekeeper, knows everything from the rank's own live page, and never waits for a store, a lock or a
 collective. What torch's flight recorder adds is asked for in a thread of its own, after everything else is on disk.
 
-Files: `RUN_DIR/hang-rank<N>.json`, the one a person looks for, and the same as `hang.json` in the writer's folder of the
-run directory, where `lens-auto collect` finds it. Until the run directory is known (the ranks may hang before they agree on
-one) the watch claims the one that this rank would have alone.
+Files: `RUN_DIR/hang-rank<N>.json`, the one a person looks for, and the same as `hang.json` in the writer's folder of
+the run directory, where `lens-auto collect` finds it. Until the run directory is known (the ranks may hang before they
+agree on one) the watch claims the one that this rank would have alone. `RUN_DIR/hang.json` is what they say together.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _FLIGHT_PATIENCE_S = 2.0
 class Slot(NamedTuple):
     """An operation that a thread of this process is in, as its live page has it."""
 
-    index: int
+    place: int
     kind: int
     thread: int
     native_id: int
@@ -131,6 +131,13 @@ class HangWatch:
             except Exception:  # a backend that does not count
                 continue
 
+    def issued(self) -> int:
+        """Operations that this rank has issued so far, on all groups, also those that are gone."""
+        live = self._recorder.live.buffer
+        count = min(len(self.process_groups), layout.LIVE_ISSUED_COUNT)
+        first = layout.LIVE_ISSUED_OFFSET
+        return sum(int.from_bytes(live[at : at + 8], "little") for at in range(first, first + 8 * count, 8))
+
     def group_size(self, name: str) -> int:
         """Ranks of a process group of the current initialization; 0 where it is not known."""
         peers = self._peers(name)
@@ -189,7 +196,7 @@ class HangWatch:
     def _held_since(self, slot: Slot) -> int:
         """Since when an operation is held up: not while the training thread gets on with something else."""
         since = max(slot.start_ns, self._phase_ns)
-        return since if slot.index == 0 else max(since, self._slot_ns[0])
+        return since if slot.place == 0 else max(since, self._slot_ns[0])
 
     def _slots(self) -> list[Slot]:
         found = []
@@ -209,7 +216,7 @@ class HangWatch:
 
     @staticmethod
     def _ask_flight(only_active: bool) -> list[dict[str, Any]]:
-        """The flight recorder's entries; it may take a lock that a hung operation holds, so a thread of its own asks."""
+        """The flight recorder's entries. It takes a lock that a hung operation may hold: a thread of its own asks."""
         found: list[dict[str, Any]] = []
 
         def ask() -> None:
@@ -231,9 +238,10 @@ class HangWatch:
         try:
             with os.scandir(self._keeper.run_dir) as entries:
                 for entry in entries:
-                    if entry.name.startswith(_PREFIX) and entry.name.endswith(_SUFFIX):
-                        if entry.stat().st_mtime_ns > own and entry.name != self._name():
-                            return True
+                    name = entry.name
+                    told = name.startswith(_PREFIX) and name.endswith(_SUFFIX) and name != self._name()
+                    if told and entry.stat().st_mtime_ns > own:
+                        return True
         except OSError:
             pass
         return False
@@ -494,7 +502,7 @@ def read_hang(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 # --- threads ----------------------------------------------------------------------------------------------------------
 
-_OWN_THREADS = ("lens-housekeeper", "lens-flight-recorder")
+_OURS = "lens-"  # names of our own threads
 
 
 def _stacks(frames: dict[int, FrameType], names: dict[int | None, tuple[str, int | None]]) -> list[dict[str, Any]]:
@@ -503,7 +511,7 @@ def _stacks(frames: dict[int, FrameType], names: dict[int | None, tuple[str, int
     found = []
     for ident, frame in sorted(frames.items(), key=lambda item: (item[0] != main, item[0])):
         name, native_id = names.get(ident, (f"thread {ident}", None))
-        if name not in _OWN_THREADS:
+        if not name.startswith(_OURS):
             found.append({"name": name, "native_id": native_id, "main": ident == main, "frames": frame_lines(frame)})
     return found
 

@@ -73,8 +73,8 @@ class Kind(enum.IntEnum):
     HANG = 20  # start: since when; end: when it was noticed; name, group, seq, peer: of the operation; a: its Phase;
     # b: its Kind, 0 where a phase or the flight recorder told; detail: file with the stacks, in the writer's folder
     FSDP = 21  # a parameter group of FSDP2; name: unshard, wait_for_unshard, reduce_scatter; detail: its module
-    DDP = 22  # from the reducer's own logger; name: forward, backward, communication; a: iteration of the reducer;
-    # communication: b: overlap with backward ns; c: buckets, 0 where the flight recorder counts them; detail: their sizes
+    DDP = 22  # from the reducer's own logger; name: forward, backward, communication; a: iteration of the reducer; of
+    # communication b: overlap with backward, ns; c: buckets, 0 where the flight recorder has them; detail: their sizes
 
 
 class Flag(enum.IntFlag):

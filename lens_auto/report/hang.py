@@ -1,8 +1,9 @@
 """Who holds the others up: compares what all ranks are in, and names the culprit.
 
-Each rank is seen through its live page where that can be read (on its host, or after the fact), else through the file that
-its hang watch wrote. The rules for what must be equal on all ranks of a collective are those of PyTorch's own analyser
-(`torch/distributed/flight_recorder/components/types.py`, `Op.match`): the operation; sizes, but for all_to_all; types.
+Each rank is seen through its live page where that can be read (on its host, or after the fact), else through the file
+that its hang watch wrote. The rules for what must be equal on all ranks of a collective are those of PyTorch's own
+analyser (`torch/distributed/flight_recorder/components/types.py`, `Op.match`): the operation; sizes, but for
+all_to_all; types.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lens_auto.recorder import c10d, layout
-from lens_auto.recorder.hang import PHASE_OPERATIONS, RANK_FORMAT, expand, iso, read_hang
-from lens_auto.recorder.layout import Kind, Phase
+from lens_auto.recorder.hang import PHASE_OPERATIONS, RANK_FORMAT, expand, iso
+from lens_auto.recorder.layout import Phase
 from lens_auto.recorder.read import RunDirectory, Status, UnreadableFile, WriterFiles
 from lens_auto.report.summary import duration, named
 
@@ -431,7 +432,7 @@ def _fill_from_report(state: RankState, report: dict[str, Any]) -> None:
         state.members[name] = expand(str(each.get("ranks", "")))
         state.descriptions[name] = str(each.get("description") or "")
         state.issued[name] = int(each.get("issued") or 0)
-    known = {name for name in Wait.__dataclass_fields__}
+    known = set(Wait.__dataclass_fields__)
     state.waits = [
         Wait(**{key: value for key, value in each.items() if key in known})
         for each in report.get("in_flight") or []
@@ -463,7 +464,7 @@ def _add_exits(run_dir: Path, states: list[RankState]) -> None:
     for path in sorted(run_dir.glob("exits-*.json")):
         found = _read_json(path) or {}
         for each in found.get("exits") or []:
-            state = by_rank.get(each.get("rank")) if isinstance(each, dict) else None
+            state = by_rank.get(each.get("rank", -1)) if isinstance(each, dict) else None
             if state is not None:
                 state.exit = each
 
@@ -627,11 +628,12 @@ class _Blame:
         since: dict[int, int] = {}
         for rank, state in self._states.items():
             for wait in state.waits:
-                if wait.kind == "collective" and wait.group is not None and wait.seq is not None:
-                    if rank in self._points or state.state in ("died", "failed"):
-                        there = meetings.setdefault((wait.group, wait.seq), {})
-                        there[rank] = (_SAME.get(wait.op, wait.op), wait.bytes, wait.dtype)
-                        since[rank] = wait.since_ns
+                if wait.kind != "collective" or wait.group is None or wait.seq is None:
+                    continue
+                if rank in self._points or state.state in ("died", "failed"):
+                    there = meetings.setdefault((wait.group, wait.seq), {})
+                    there[rank] = (_SAME.get(wait.op, wait.op), wait.bytes, wait.dtype)
+                    since[rank] = wait.since_ns
             failed = (state.failure or {}).get("operation")
             if isinstance(failed, dict) and failed.get("group") and isinstance(failed.get("seq"), int):
                 op = str(failed.get("op"))

@@ -109,7 +109,7 @@ class Matched:
 
     def by_iteration(self, values: npt.NDArray[np.floating]) -> Float64Array:
         """Sums of a column or columns of operations over each iteration."""
-        found = np.zeros((len(self.iteration), *values.shape[1:]))
+        found = np.zeros((len(self.iteration), *values.shape[1:]), dtype=np.float64)
         if len(values):
             first = np.flatnonzero(np.append(True, np.diff(self.operation_iteration) > 0))
             found[self.operation_iteration[first]] = np.add.reduceat(values.astype(np.float64), first, axis=0)

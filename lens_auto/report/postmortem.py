@@ -19,7 +19,6 @@ from lens_auto.report.hang import (
     is_consequence,
     judge,
     load_states,
-    rank_json,
 )
 
 if TYPE_CHECKING:
@@ -98,7 +97,9 @@ def examine(run: RunDirectory | str | Path) -> Postmortem:
     ends = {state.rank: _end(state) for state in states}
     ended = [state for state in states if ends[state.rank].wall_ns is not None]
     ended.sort(key=lambda state: (ends[state.rank].wall_ns or 0, state.rank))
-    bad = [state for state in ended if ends[state.rank].kind in ("exception", "signal", "exit", "died")]
+    # Ranks that were killed because they hung did not fail.
+    bad = [state for state in ended if not (state.hang is not None and after_hang(state))]
+    bad = [state for state in bad if ends[state.rank].kind in ("exception", "signal", "exit", "died")]
     first = min(bad, key=lambda state: (ends[state.rank].consequence, ends[state.rank].wall_ns or 0), default=None)
     found = Postmortem(
         analysis,
@@ -149,10 +150,8 @@ def _verdict(found: Postmortem, states: list[RankState]) -> str:
         text = found.analysis.verdict
         culprit = found.ends.get(found.analysis.culprit.rank if found.analysis.culprit.rank is not None else -1)
         first = next((state for state in states if state.rank == found.first_to_fail), None)
-        if first is not None and first.hang is not None and after_hang(first):
-            return text  # they were killed because of the hang
         if first is not None and first.rank != found.analysis.culprit.rank:
-            text += f"; the first to end was rank {found.first_to_fail}: {found.ends[found.first_to_fail].words}"
+            text += f"; the first to end was rank {first.rank}: {found.ends[first.rank].words}"
         elif culprit is not None and culprit.kind == "signal":
             text += f"; it ended by {culprit.words}"
         return text

@@ -44,8 +44,15 @@ STALL_DEVIATIONS = 8.0
 # A few stalls are how a busy machine looks, too: they must cost more to be told than many.
 STALL_EVENTS, STALL_FEW_EVENTS, STALL_FEW_EFFECT = 4, 8, 0.10
 STEADY_FROM = 0.25  # a rank that stalls in more than this share of the iterations is slow, not interrupted
-LATE_IN = 0.6  # a steady straggler is the later one in at least this share of the iterations
-ALIKE = 0.7  # correlation from which on two things go together
+# On a busy machine some rank is late in every iteration, and one more often than the others. A steady straggler is late
+# in at least this share of the iterations, and at its best still slower than the others at their best.
+LATE_IN = 0.75
+BEST = 25  # percentile
+# Lateness that wanders costs at least this share in nine of ten iterations, not only now and then.
+WANDERING_ALWAYS = 0.12
+DATA_ALWAYS = 0.03
+ALIKE = 0.8  # correlation from which on two things go together
+UNLIKE = 0.5  # below it they do not
 
 NO_SINGLE_CAUSE = "no single cause"
 DATA = "data"
@@ -324,12 +331,18 @@ class _Judge:
 
     def _stragglers(self) -> Finding | None:
         """Ranks that come late to most operations, by enough to matter."""
+        if not self.calm.any():
+            return None
         late = [self.share(self.iteration_late[:, column], self.calm) for column in range(len(self.ranks))]
-        often = (self.iteration_late[self.calm] > 0).mean(axis=0) if self.calm.any() else np.zeros(len(self.ranks))
+        often = (self.iteration_late[self.calm] > 0).mean(axis=0)
+        work = self.matched.by_iteration(self.work)[self.calm]
+        best = np.percentile(work, BEST, axis=0)
+        best -= np.percentile(statistics.lower_median_of_others(work), BEST, axis=0)
+        best /= np.median(self.span_ns[self.calm])
         chosen = [
             column
             for column, estimate in enumerate(late)
-            if estimate.value >= MIN_EFFECT and estimate.above(0) and often[column] >= LATE_IN
+            if min(estimate.value, best[column]) >= MIN_EFFECT and estimate.above(0) and often[column] >= LATE_IN
         ]
         if not chosen or 2 * len(chosen) > len(self.ranks) + 1:
             return None
@@ -377,9 +390,15 @@ class _Judge:
 
     def _excess_by_phase(self, columns: Sequence[int]) -> dict[str, float]:
         """By how much some ranks' work exceeds the others', by phase."""
-        rows = self.calm[self.matched.operation_iteration]
-        late = self.late_by_phase[rows][:, list(columns)].sum(axis=(0, 1))
-        return {phase_name(phase): float(late[phase]) for phase in _TRAINING}
+        found = {}
+        for phase in _TRAINING:
+            own = self.matched.by_iteration(self.own[:, :, phase])[self.calm]
+            others = statistics.lower_median_of_others(own)
+            # The better three quarters of each: what a busy machine adds to some says nothing about the cause.
+            count = (3 * len(own) + 3) // 4
+            better = np.sort(own, axis=0)[:count] - np.sort(others, axis=0)[:count]
+            found[phase_name(phase)] = float(better[:, list(columns)].mean(axis=0).sum())
+        return found
 
     def _typical(self, columns: Sequence[int], cause: str | None) -> tuple[float, float]:
         """Mean own work of an iteration in what a cause names, of some ranks and of the median of the others."""
@@ -439,6 +458,9 @@ class _Judge:
         effect = self.share(saved, self.calm)
         follows = self._varies_with_data()
         threshold = DATA_IMBALANCE if follows else WANDERING
+        always = np.percentile(saved[self.calm] / self.span_ns[self.calm], 10) if self.calm.any() else 0.0
+        if always < (DATA_ALWAYS if follows else WANDERING_ALWAYS):
+            return None
         if effect.value < threshold or effect.low < MIN_EFFECT:
             return None
         columns = [column for column in range(len(self.ranks)) if column not in steady]
@@ -479,6 +501,10 @@ class _Judge:
         sizes = np.zeros_like(forward)
         for column, each in enumerate(matched.writers):
             sizes[:, column] = each.work.batch_bytes[np.searchsorted(each.iterations.number, matched.iteration)]
+        # The optimizer sees no data: where it varies along, it is the machine that varies.
+        optimizer = matched.by_iteration(self.own[:, :, Phase.OPTIMIZER])
+        if _correlation(forward[ordinary], optimizer[ordinary]) > UNLIKE:
+            return False
         return any(_correlation(forward[ordinary], other[ordinary]) >= ALIKE for other in (backward, sizes))
 
     # --- all ranks ----------------------------------------------------------------------------------------------------
