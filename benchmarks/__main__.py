@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks import helpers, hooks, memory, startup, training
+from benchmarks import exporter, helpers, hooks, memory, startup, training
 from benchmarks.budget import BUDGETS, BY_NAME, Budget, Measurement, as_json, quantity, verdict
 from benchmarks.child import ChildError
 
@@ -26,6 +26,7 @@ GROUPS: tuple[tuple[str, ModuleType], ...] = (
     ("helpers", helpers),
     ("start-up", startup),
     ("memory", memory),
+    ("exporter", exporter),
     ("training", training),
 )
 _STYLES = {"ok": "green", "MISSED": "bold red", "FAILED": "bold red", "not measured yet": "dim"}

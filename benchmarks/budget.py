@@ -72,7 +72,9 @@ BUDGETS: tuple[Budget, ...] = (
         "x",
         measured=False,
     ),
-    Budget("exporter", "exporter process: CPU per span, over SDK span and stock encoder", 1 / 2, "x", measured=False),
+    Budget("exporter", "exporter process: CPU per span, over SDK span and stock encoder", 1 / 2, "x"),
+    Budget("exporter-http", "the same over OTLP/HTTP", 1 / 2, "x"),
+    Budget("exporter-memory", "exporter process: resident memory with a backlog, over a bare Python", 120.0, "MB"),
 )
 BY_NAME = {each.name: each for each in BUDGETS}
 

@@ -45,9 +45,14 @@ class GroupInfo:
         ranks: global rank of each group rank.
         native: whether torch counts its operations.
         sends: next k per (from, to, tag).
+        transfers: how many of the operations that torch has counted were point to point, and whether its backend counts
+            them (gloo does, and the ranks of a pipeline make different numbers of them). Shared with the recorder.
     """
 
-    __slots__ = ("counter", "name", "native", "number", "rank", "ranks", "sends", "size", "text", "unclear")
+    __slots__ = (
+        *("counter", "name", "native", "number", "rank", "ranks"),
+        *("sends", "size", "text", "transfers", "unclear"),
+    )
 
     def __init__(self, recorder: Recorder, group: Any) -> None:
         self.text = str(getattr(group, "group_name", "") or "")
@@ -57,6 +62,7 @@ class GroupInfo:
         self.rank = self.ranks[group.rank()]
         self.counter = itertools.count(1)
         self.sends: dict[tuple[int, int, int], int] = {}
+        self.transfers = recorder.transfers[self.text] = [0, int(_counts_transfers(group))]
         self.unclear: set[int] = set()  # tags on which a receive from any source made the order unknowable
         self.number: Callable[[], int] = group._get_sequence_number_for_group
         self.native = True
@@ -67,7 +73,11 @@ class GroupInfo:
 
     def next_seq(self) -> int:
         """Sequence number of the collective that is about to be called, from 1; the same on every member."""
-        return self.number() + 1 if self.native else next(self.counter)
+        return self.number() + 1 - self.transfers[0] if self.native else next(self.counter)
+
+    def issued(self) -> int:
+        """Operations that torch has counted so far; 0 where it does not count."""
+        return self.number() if self.native else 0
 
     def next_transfer(self, source: int, target: int, tag: int) -> int:
         """k of the next transfer between two global ranks, from 0."""
@@ -75,6 +85,13 @@ class GroupInfo:
         k = self.sends.get(key, 0)
         self.sends[key] = k + 1
         return k
+
+
+def _counts_transfers(group: Any) -> bool:
+    try:
+        return "gloo" in str(c10d.get_backend(group))
+    except Exception:
+        return False
 
 
 _groups: dict[Any, GroupInfo] = {}

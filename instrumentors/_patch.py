@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection
@@ -17,12 +18,30 @@ from lens_auto.guard import Site
 Hook = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
+class _LensBound(wrapt.BoundFunctionWrapper[Any, Any]):
+    """A bound method that copies and pickles as torch's own: by its instance and name."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        owner = self._self_instance if self._self_instance is not None else self._self_owner
+        return getattr, (owner, self.__wrapped__.__name__)
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._self_instance is None:
+            return self
+        return getattr(copy.deepcopy(self._self_instance, memo), self.__wrapped__.__name__)
+
+
 class LensWrapper(wrapt.FunctionWrapper[Any, Any]):
     """A wrapt wrapper that copies and pickles as the function it stands for.
 
     wrapt's own refuse both; a model that holds `dist.all_reduce` must still deep-copy and pickle. The pickle is by
     name, byte for byte the one of the bare function, and loads where lens-auto is not installed.
     """
+
+    __bound_function_wrapper__ = _LensBound
 
     def __reduce_ex__(self, protocol: Any) -> str:
         return str(self.__wrapped__.__qualname__)
@@ -40,9 +59,10 @@ class LensWrapper(wrapt.FunctionWrapper[Any, Any]):
 class _Installed:
     """One wrapper at one place."""
 
-    __slots__ = ("aliases", "attribute", "owner", "wrapper")
+    __slots__ = ("aliases", "attribute", "owner", "site", "wrapper")
 
-    def __init__(self, owner: Any, attribute: str, wrapper: LensWrapper) -> None:
+    def __init__(self, owner: Any, attribute: str, wrapper: LensWrapper, site: Site) -> None:
+        self.site = site
         self.owner = owner
         self.attribute = attribute
         self.wrapper = wrapper
@@ -67,7 +87,7 @@ class Patches:
             return
         wrapper = LensWrapper(original, hook, enabled=cast(Any, site.gate))
         setattr(owner, attribute, wrapper)
-        self._installed.append(_Installed(owner, attribute, wrapper))
+        self._installed.append(_Installed(owner, attribute, wrapper, site))
 
     def names(self) -> list[str]:
         """What is wrapped, as dotted names."""
@@ -105,6 +125,7 @@ class Patches:
         """
         self.active = False
         for each in reversed(self._installed):
+            each.site.retire()
             original = each.wrapper.__wrapped__
             for names, name in each.aliases:
                 if names.get(name) is each.wrapper:

@@ -38,6 +38,11 @@ def phase_hook(site: Site, phase: Phase, after: Phase | None, write: Write) -> H
         if state.phase_depth:
             return wrapped(*args, **kwargs)
         state.phase_depth = 1
+        if state.step is not None:  # a step of an optimizer that raised ends here
+            try:
+                state.step.settle(recorder, state)
+            except Exception as error:
+                site.fault(error)
         start = now_ns()
         before = recorder.phase_code
         try:

@@ -31,6 +31,11 @@ def _hook(site: Site) -> Any:
         state = recorder.thread()
         if state.backward:
             return wrapped(*args, **kwargs)
+        if state.step is not None:  # a step of an optimizer that raised ends here
+            try:
+                state.step.settle(recorder, state)
+            except Exception as error:
+                site.fault(error)
         state.backward = 1
         start = now_ns()
         before = recorder.phase_code

@@ -44,6 +44,11 @@ class _OpenStep:
         self.counted = False
         self.start = now_ns()
 
+    def settle(self, recorder: Recorder, state: ThreadState) -> None:
+        """Something else begins on the thread: a step that does not run any more has raised."""
+        if not self.runs():
+            _end(recorder, state, self, int(Flag.FAILED))
+
     def runs(self) -> bool:
         """Whether the frame that runs it is on this thread's stack."""
         frame: FrameType | None = sys._getframe(1)
@@ -54,12 +59,9 @@ class _OpenStep:
         return False
 
 
-_open: dict[int, _OpenStep] = {}  # thread index -> its outermost step
-
-
 def _begin(recorder: Recorder, state: ThreadState, optimizer: Any, frame: FrameType | None, by_scaler: bool) -> bool:
     """A step begins. False where it is part of one that runs already."""
-    running = _open.get(state.index)
+    running = state.step
     if running is not None:
         nested = running.optimizer is not optimizer or running.by_scaler
         if nested and running.runs():
@@ -71,7 +73,7 @@ def _begin(recorder: Recorder, state: ThreadState, optimizer: Any, frame: FrameT
     if iterations is not None and iterations.counts(step.ordinal, type(optimizer).__name__):
         step.counted = True
         iterations.begin_step(step.ordinal, state.index)
-    _open[state.index] = step
+    state.step = step
     recorder.phase(Phase.OPTIMIZER, step.start)
     return True
 
@@ -79,7 +81,7 @@ def _begin(recorder: Recorder, state: ThreadState, optimizer: Any, frame: FrameT
 def _end(recorder: Recorder, state: ThreadState, step: _OpenStep, flags: int) -> None:
     """The step has ended; its frame is let go."""
     end = now_ns()
-    _open.pop(state.index, None)
+    state.step = None
     step.frame = None
     recorder.steps += 1
     if state.backward:
@@ -124,7 +126,7 @@ class _StepHooks:
             return
         try:
             state = recorder.thread()
-            step = _open.get(state.index)
+            step = state.step
             if step is not None and step.frame is sys._getframe(1):
                 _end(recorder, state, step, 0)
         except Exception as error:
@@ -144,7 +146,7 @@ def _scaler_hook(site: Site) -> Hook:
             if recorder is not None:
                 state = recorder.thread()
                 if _begin(recorder, state, optimizer, sys._getframe(0), by_scaler=True):
-                    step = _open[state.index]
+                    step = state.step
         except Exception as error:
             site.fault(error)
         flags = int(Flag.FAILED)

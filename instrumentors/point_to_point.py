@@ -9,6 +9,7 @@ RECV_SOURCE record of its own.
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 import weakref
@@ -17,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from instrumentors import _comm
-from instrumentors._comm import Argument, GroupInfo, Skip
+from instrumentors._comm import GroupInfo, Skip
 from instrumentors._patch import Hook, LensInstrumentor, Patches
 from lens_auto import guard, runtime
 from lens_auto.guard import Site
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from lens_auto.recorder.recorder import Recorder, ThreadState
 
 _now = time.monotonic_ns
-_SEND = int(Kind.SEND)
-_RECV = int(Kind.RECV)
 _RECV_SOURCE = int(Kind.RECV_SOURCE)
 _ASYNC = int(Flag.ASYNC)
 _FAILED = int(Flag.FAILED)
@@ -39,16 +38,6 @@ _AMBIGUOUS = int(Flag.AMBIGUOUS)
 
 _FEW = 64  # open receives that are kept before looking which of them are over
 _MANY = 4096  # doubtful receives at once; beyond it nobody waits for them any more
-
-# Operation -> kind, and how many messages it makes: the object forms send the sizes first.
-_OPERATIONS = {
-    "send": (Kind.SEND, 1),
-    "isend": (Kind.SEND, 1),
-    "send_object_list": (Kind.SEND, 2),
-    "recv": (Kind.RECV, 1),
-    "irecv": (Kind.RECV, 1),
-    "recv_object_list": (Kind.RECV, 2),
-}
 
 
 def _counted() -> bool:
@@ -106,35 +95,69 @@ class _Receive:
 
 
 class _Channel:
-    """The receives of one group on one tag."""
+    """The receives of one group on one tag.
 
-    __slots__ = ("doubtful", "info", "lost", "open", "prune_at", "taken")
+    Attributes:
+        taken: messages by source, counted when a receive of that source is posted.
+        open: recorded asynchronous receives that may not be over.
+        unseen: there were asynchronous receives that were not recorded: nobody knows which of them are over.
+        blocked: threads in a blocking receive.
+        doubtful: receives since one from any source was posted, until all of them are over.
+        lost: it cannot be known any more how many messages were taken from whom.
+    """
+
+    __slots__ = ("blocked", "doubtful", "info", "lost", "open", "prune_at", "taken", "unseen")
 
     def __init__(self, info: GroupInfo) -> None:
         self.info = info
-        self.taken: dict[int, int] = {}  # messages by source, counted when a receive of that source is posted
+        self.taken: dict[int, int] = {}
         self.open: list[_Receive] = []
         self.prune_at = _FEW
-        self.doubtful: list[_Receive] = []  # since a receive from any source was posted
+        self.unseen = False
+        self.blocked = 0
+        self.doubtful: list[_Receive] = []
         self.lost = False
 
+    @property
+    def clear(self) -> bool:
+        """Whether a receive from a known source takes the next message from there for sure."""
+        return not self.doubtful and not self.lost
+
+    def take(self, source: int, messages: int) -> int:
+        """Number of the first message that a receive from a known source takes, posted while all is clear."""
+        k = self.taken.get(source, 0)
+        self.taken[source] = k + messages
+        return k
+
+    def give_back(self, source: int, k: int, messages: int) -> None:
+        """That receive failed: it took nothing."""
+        if self.taken.get(source) == k + messages:
+            self.taken[source] = k
+
+    def keep(self, receive: _Receive) -> None:
+        """An asynchronous receive was posted and recorded: remember it until it is over."""
+        self.open.append(receive)
+        if len(self.open) > self.prune_at:
+            self._prune()
+            self.prune_at = max(_FEW, 2 * len(self.open))
+
     def post(self, recorder: Recorder, source: int, messages: int) -> _Receive:
-        """A receive is about to be posted; a source of -1 is any."""
+        """A receive is about to be posted, from any source (-1) or while not all is clear."""
         if self.doubtful:
             self.settle(recorder)
         receive = _Receive(source, messages)
+        if not self.lost and source < 0 and (self.unseen or self.blocked):
+            self._lose()
         if self.lost:
             receive.doubtful = True
             return receive
         if source >= 0:
-            receive.k = self.taken.get(source, 0)
-            self.taken[source] = receive.k + messages
+            receive.k = self.take(source, messages)
         elif not self.doubtful:
             self._prune()
             for beside in self.open:
                 beside.doubtful = True
-                if beside.number >= 0:
-                    self._tell(recorder, beside)
+                self._tell(recorder, beside)
             self.doubtful.extend(self.open)
         if self.doubtful or source < 0:
             receive.doubtful = True
@@ -143,18 +166,16 @@ class _Channel:
             if len(self.doubtful) > _MANY:
                 self._lose()
         self.open.append(receive)
-        if len(self.open) > self.prune_at:
-            self._prune()
-            self.prune_at = max(_FEW, 2 * len(self.open))
         return receive
 
     def done(self, recorder: Recorder, receive: _Receive, source: int) -> None:
         """A blocking receive returned."""
         receive.source = source
         receive.done = True
+        if receive in self.open:
+            self.open.remove(receive)
         if self.lost:
             return
-        self.open.remove(receive)
         if source < 0:
             self._lose()
         elif self.doubtful:
@@ -166,8 +187,8 @@ class _Channel:
             self.open.remove(receive)
         if receive in self.doubtful:
             self.doubtful.remove(receive)
-        if not receive.any_source and self.taken.get(receive.source) == receive.k + receive.messages:
-            self.taken[receive.source] = receive.k
+        if not receive.any_source:
+            self.give_back(receive.source, receive.k, receive.messages)
 
     def settle(self, recorder: Recorder) -> None:
         """Once all doubtful receives are over: which of them are known after all, and count the messages they took."""
@@ -226,44 +247,67 @@ class _Channel:
         recorder.record(_RECV_SOURCE, now, now, thread, flags, seq=k, peer=receive.source, ref=receive.number + 1)
 
 
-class _Counts:
-    """How many messages a group has seen, from and to this rank.
+class _Path:
+    """One way that messages go: from or to a peer, in a group and on a tag.
 
     Attributes:
-        again: it has the name of an earlier group of this initialization, so that its numbers would name two messages.
-        ignores_tags: whether its backend matches messages whatever their tags, for host and device tensors.
+        peer: global rank; -1 any.
+        tag: 0 where the backend matches messages whatever their tags.
+        k: number of the next message that is sent.
+        channel: the receives of the group on the tag; None where this rank sends.
+        again: the group has the name of an earlier one of this initialization: its numbers would name two messages.
     """
 
-    __slots__ = ("again", "channels", "ignores_tags", "info", "sent")
+    __slots__ = ("again", "channel", "info", "k", "peer", "tag")
+
+    def __init__(self, info: GroupInfo, peer: int, tag: int, channel: _Channel | None, again: bool) -> None:
+        self.info = info
+        self.peer = peer
+        self.tag = tag
+        self.k = 0
+        self.channel = channel
+        self.again = again
+
+
+class _Counts:
+    """The messages of one group, from and to this rank."""
+
+    __slots__ = ("again", "channels", "info", "paths", "sends")
 
     def __init__(self, info: GroupInfo, again: bool) -> None:
         self.info = info
         self.again = again
-        self.sent: dict[tuple[int, int], int] = {}
         self.channels: dict[int, _Channel] = {}
-        self.ignores_tags: dict[bool, bool] = {}
+        self.sends: dict[tuple[int, int], _Path] = {}
+        # As calls name them: kind, peer, peer in the group, tag, on a device.
+        self.paths: dict[tuple[Kind, int | None, int | None, int, bool], _Path] = {}
 
-    def tag(self, group: Any, tag: int, device: bool) -> int:
-        """The tag, where the backend matches by tags. NCCL and its relatives do not: messages have one order there."""
-        if not tag:
-            return 0
-        ignored = self.ignores_tags.get(device)
-        if ignored is None:
-            ignored = self.ignores_tags[device] = _ignores_tags(group, device)
-        return 0 if ignored else tag
-
-    def channel(self, tag: int) -> _Channel:
-        """The receives on a tag."""
-        found = self.channels.get(tag)
-        if found is None:
-            found = self.channels[tag] = _Channel(self.info)
+    def path(
+        self, kind: Kind, group: Any, peer: int | None, peer_in_group: int | None, tag: int, device: bool
+    ) -> _Path:
+        """The way that a call names for the first time."""
+        key = (kind, peer, peer_in_group, tag, device)
+        if peer is None:
+            peer = -1 if peer_in_group is None else self.info.ranks[peer_in_group]
+        if tag and _ignores_tags(group, device):
+            tag = 0
+        if kind is Kind.SEND:
+            found = self.sends.get((peer, tag))
+            if found is None:
+                found = self.sends[peer, tag] = _Path(self.info, peer, tag, None, self.again)
+        else:
+            channel = self.channels.get(tag)
+            if channel is None:
+                channel = self.channels[tag] = _Channel(self.info)
+            found = _Path(self.info, peer, tag, channel, self.again)
+        self.paths[key] = found
         return found
 
 
 _counts: dict[GroupInfo, _Counts] = {}
 _named: set[tuple[int, str]] = set()  # names of groups that were counted, by initialization
 doubted: dict[int, _Channel] = {}  # channels with doubtful receives
-_lost_since = -1  # the initialization in which a transfer was not counted
+lost_since = -1  # the initialization in which a transfer was not counted
 
 
 def _forget() -> None:
@@ -305,8 +349,8 @@ def settle(recorder: Recorder) -> None:
 
 def _lose_count(recorder: Recorder) -> None:
     """A transfer was not counted: from here on no order can be told."""
-    global _lost_since
-    _lost_since = recorder.init
+    global lost_since
+    lost_since = recorder.init
 
 
 # --- one transfer -----------------------------------------------------------------------------------------------------
@@ -315,65 +359,62 @@ def _lose_count(recorder: Recorder) -> None:
 class _Transfer:
     """One send or receive, between its call and its record."""
 
-    __slots__ = (
-        *("channel", "counts", "dtype", "flags", "info", "k", "kind"),
-        *("messages", "nbytes", "peer", "receive", "start", "tag"),
-    )
+    __slots__ = ("dtype", "flags", "k", "kind", "messages", "nbytes", "path", "receive", "start")
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        kind: Kind,
-        group: Any,
-        peer: int,
-        tag: int,
-        size: tuple[int, int, bool],
-        messages: int = 1,
-    ) -> None:
-        self.kind = int(kind)
-        self.info = info = _comm.group_info(recorder, group)
-        self.counts = counts = _counts_of(recorder, info)
-        self.peer = peer
+    def __init__(self, recorder: Recorder, path: _Path, kind: Kind, messages: int, size: tuple[int, int, bool]) -> None:
+        self.path = path
+        self.kind = kind
         self.messages = messages
         self.nbytes, self.dtype, device = size
         self.flags = _ENQUEUE if device else 0
-        self.tag = tag = counts.tag(group, tag, device)
         self.start = 0
         self.receive: _Receive | None = None
-        self.channel: _Channel | None = None
         if doubted:
             settle(recorder)
-        if kind is Kind.SEND:
-            self.k = counts.sent.get((peer, tag), 0)
-            counts.sent[peer, tag] = self.k + messages
+        channel = path.channel
+        if channel is None:
+            self.k = path.k
+            path.k += messages
+        elif path.peer >= 0 and channel.clear:
+            self.k = channel.take(path.peer, messages)
         else:
-            self.channel = counts.channel(tag)
-            self.receive = self.channel.post(recorder, peer, messages)
+            self.receive = channel.post(recorder, path.peer, messages)
             self.k = self.receive.k
-            if peer < 0:
+            if path.peer < 0:
                 self.flags |= _ANY_SOURCE
 
     def withdraw(self) -> None:
         """It did not take place: give its number back, unless somebody took the next one meanwhile."""
-        if self.channel is not None and self.receive is not None:
-            self.channel.withdraw(self.receive)
-        elif self.counts.sent.get((self.peer, self.tag)) == self.k + self.messages:
-            self.counts.sent[self.peer, self.tag] = self.k
+        path, channel = self.path, self.path.channel
+        if channel is None:
+            if path.k == self.k + self.messages:
+                path.k = self.k
+        elif self.receive is not None:
+            channel.withdraw(self.receive)
+        else:
+            channel.give_back(path.peer, self.k, self.messages)
+
+    def count(self) -> None:
+        """It took place: where torch counts transfers among the collectives, collectives must leave them out."""
+        transfers = self.path.info.transfers
+        transfers[0] += transfers[1] * self.messages
 
     def enter(self, recorder: Recorder, state: ThreadState, name: int) -> None:
         """Show it in the live page, and start its clock."""
-        self.start = _now()
+        path = self.path
+        info = path.info
+        self.start = start = _now()
         recorder.live.enter(
             state.slot,
             self.kind,
             state.index,
             state.native_id,
             name,
-            self.info.name,
-            self.info.size,
-            self.peer,
-            self.tag,
-            self.start,
+            info.name,
+            info.size,
+            path.peer,
+            path.tag,
+            start,
             self.k,
             self.nbytes,
             self.dtype,
@@ -387,25 +428,29 @@ class _Transfer:
         Returns:
             The number of the record, or -1.
         """
-        receive, channel = self.receive, self.channel
-        if receive is not None and channel is not None and not failure:
-            if flags & _ASYNC:
-                if isinstance(result, _comm.c10d.Work):
-                    receive.work = weakref.ref(result)
-                else:
-                    receive.done = True
+        end = _now()
+        path, receive = self.path, self.receive
+        peer, k, channel = path.peer, self.k, path.channel
+        work = result if flags & _ASYNC and isinstance(result, _comm.c10d.Work) else None
+        if failure:
+            k = -1
+        elif channel is not None and receive is not None:
+            if work is not None:
+                receive.work = weakref.ref(work)
+            elif flags & _ASYNC:
+                receive.done = True
             else:
-                channel.done(recorder, receive, result if receive.any_source else receive.source)
-            self.peer = receive.source
-            self.k = receive.k
-            if receive.doubtful or self.peer < 0:
+                channel.done(recorder, receive, result if receive.any_source else peer)
+            peer, k = receive.source, receive.k
+            if receive.doubtful or peer < 0:
                 receive.doubtful = True
                 flags |= _AMBIGUOUS
         if not recorder.communication:
+            if channel is not None and work is not None and not self.flags & _ENQUEUE:
+                channel.unseen = True
             return -1
-        if _lost_since == recorder.init or self.counts.again:
+        if path.again or lost_since == recorder.init:
             flags |= _AMBIGUOUS
-        end = _now()
         number = recorder.record(
             self.kind,
             self.start,
@@ -413,54 +458,120 @@ class _Transfer:
             state.index,
             self.flags | flags | recorder.communication,
             name,
-            self.info.name,
+            path.info.name,
             self.dtype,
-            -1 if failure else self.k,
+            k,
             self.nbytes,
-            self.peer,
-            self.tag,
-            self.info.size,
-            recorder.strings.id(failure),
+            peer,
+            path.tag,
+            path.info.size,
+            recorder.strings.id(failure) if failure else 0,
             end - self.start,
         )
+        if channel is not None and work is not None and receive is None and not self.flags & _ENQUEUE:
+            receive = _Receive(peer, self.messages)  # no backend of device tensors receives from any source
+            receive.k = k
+            receive.work = weakref.ref(work)
+            channel.keep(receive)
         if receive is not None:
             receive.number = number
         return number
 
 
-class _Ends:
-    """Reads peer, group and tag from the arguments of one of the functions.
+def _transfer(
+    recorder: Recorder,
+    kind: Kind,
+    messages: int,
+    tensor: Any,
+    peer: int | None,
+    group: Any,
+    tag: int,
+    peer_in_group: int | None,
+) -> _Transfer:
+    """What a call transfers.
 
-    The peer is given as a global rank (`dst`, `src`) or as a rank in the group (`group_dst`, `group_src`).
+    Raises:
+        Skip: this rank is not in the group, or the call only traces.
     """
+    info = _comm.group_info(recorder, group)
+    counts = _counts.get(info)
+    if counts is None:
+        counts = _counts_of(recorder, info)
+    size = _comm.payload(recorder, tensor)
+    path = counts.paths.get((kind, peer, peer_in_group, tag, size[2]))
+    if path is None:
+        path = counts.path(kind, group, peer, peer_in_group, tag, size[2])
+    return _Transfer(recorder, path, kind, messages, size)
 
-    def __init__(self, kind: Kind, messages: int, function: Callable[..., Any]) -> None:
-        self.kind = kind
-        self.messages = messages
-        names = ("dst", "group_dst") if kind is Kind.SEND else ("src", "group_src")
-        self.peer, self.group_peer = (Argument(function, name) for name in names)
-        self.group = Argument(function, "group")
-        self.tag = Argument(function, "tag")
-        self.tensor = Argument(function, "tensor")
 
-    def transfer(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Transfer:
-        """What this call transfers."""
-        group = self.group.of(args, kwargs)
-        peer = self.peer.of(args, kwargs)
-        if peer is None:
-            in_group = self.group_peer.of(args, kwargs)
-            peer = -1 if in_group is None else _comm.group_info(recorder, group).ranks[in_group]
-        tag = self.tag.of(args, kwargs)
-        size = _comm.payload(recorder, self.tensor.of(args, kwargs))
-        return _Transfer(recorder, self.kind, group, peer, tag or 0, size, self.messages)
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+# tensor, peer, group, tag, peer in the group: Python sorts the arguments out faster than we could. Before 2.6 torch has
+# no peers in groups; what it may add later goes into `_`.
+_Arguments = tuple[Any, "int | None", Any, int, "int | None"]
+
+
+def _read_send(
+    tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None, **_: Any
+) -> _Arguments:
+    return tensor, dst, group, tag, group_dst
+
+
+def _read_recv(
+    tensor: Any, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None, **_: Any
+) -> _Arguments:
+    return tensor, src, group, tag, group_src
+
+
+def _read_send_objects(
+    object_list: Any,
+    dst: int | None = None,
+    group: Any = None,
+    device: Any = None,
+    group_dst: int | None = None,
+    use_batch: bool = False,
+    **_: Any,
+) -> _Arguments:
+    return None, dst, group, 0, group_dst
+
+
+def _read_recv_objects(
+    object_list: Any,
+    src: int | None = None,
+    group: Any = None,
+    device: Any = None,
+    group_src: int | None = None,
+    use_batch: bool = False,
+    **_: Any,
+) -> _Arguments:
+    return None, src, group, 0, group_src
+
+
+# Operation -> kind, how many messages it makes (the object forms send the sizes first), reader of its arguments.
+_OPERATIONS: dict[str, tuple[Kind, int, Callable[..., _Arguments]]] = {
+    "send": (Kind.SEND, 1, _read_send),
+    "isend": (Kind.SEND, 1, _read_send),
+    "send_object_list": (Kind.SEND, 2, _read_send_objects),
+    "recv": (Kind.RECV, 1, _read_recv),
+    "irecv": (Kind.RECV, 1, _read_recv),
+    "recv_object_list": (Kind.RECV, 2, _read_recv_objects),
+}
+
+
+def _reads(read: Callable[..., _Arguments], function: Callable[..., Any]) -> bool:
+    """Whether the reader takes a function's positional arguments in their order."""
+    ours = list(inspect.signature(read).parameters)[:-1]
+    theirs = list(inspect.signature(function).parameters)
+    return theirs[: len(ours)] == ours[: len(theirs)]
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
 
 
-def _hook(operation: str, original: Callable[..., Any], site: Site) -> Hook:
-    ends = _Ends(*_OPERATIONS[operation], original)
+def _hook(operation: str, site: Site) -> Hook:
+    kind, messages, read = _OPERATIONS[operation]
     asynchronous = _ASYNC if operation.startswith("i") else 0
+    blocks = kind is Kind.RECV and not asynchronous
 
     def hook(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder = runtime.recorder
@@ -471,12 +582,17 @@ def _hook(operation: str, original: Callable[..., Any], site: Site) -> Hook:
             return wrapped(*args, **kwargs)
         state.depth = 1
         transfer: _Transfer | None = None
+        channel: _Channel | None = None
         name = 0
         try:
             try:
                 name = recorder.strings.id(operation)
-                transfer = ends.transfer(recorder, args, kwargs)
+                transfer = _transfer(recorder, kind, messages, *read(*args, **kwargs))
                 transfer.enter(recorder, state, name)
+                if blocks:
+                    channel = transfer.path.channel
+                    if channel is not None:
+                        channel.blocked += 1
             except Skip:
                 transfer = None
             except Exception as error:
@@ -485,12 +601,16 @@ def _hook(operation: str, original: Callable[..., Any], site: Site) -> Hook:
                 site.fault(error)
             result = wrapped(*args, **kwargs)
         except BaseException as error:
+            if channel is not None:
+                channel.blocked -= 1
             if transfer is not None:
                 transfer.withdraw()
                 _ended(recorder, state, transfer, name, site, _FAILED | asynchronous, None, type(error).__name__)
             raise
         finally:
             state.depth = 0
+        if channel is not None:
+            channel.blocked -= 1
         if transfer is not None:
             _ended(recorder, state, transfer, name, site, asynchronous, result, "")
         return result
@@ -511,6 +631,10 @@ def _ended(
     """Empty the slot, write the record, watch the work; never raises."""
     try:
         recorder.live.leave(state.slot)
+        if not failure:
+            transfer.count()
+        if not recorder.communication and transfer.path.channel is None:
+            return
         number = transfer.finish(recorder, state, name, flags, result, failure)
         if number >= 0 and isinstance(result, _comm.c10d.Work):
             _comm.watch(result, (number,))
@@ -559,9 +683,8 @@ def _batch_hook(site: Site) -> Hook:
 def _of_batch(recorder: Recorder, operation: Any) -> tuple[_Transfer, int]:
     name = operation.op.__name__
     kind = Kind.SEND if name == "isend" else Kind.RECV
-    peer = operation.peer if operation.peer is not None else -1
-    size = _comm.payload(recorder, operation.tensor)
-    transfer = _Transfer(recorder, kind, operation.group, peer, operation.tag or 0, size)
+    tag = operation.tag or 0
+    transfer = _transfer(recorder, kind, 1, operation.tensor, operation.peer, operation.group, tag, None)
     return transfer, recorder.strings.id(name)
 
 
@@ -577,6 +700,9 @@ def _batch_ended(
         return
     try:
         recorder.live.leave(state.slot)
+        if not failure:
+            for transfer, _ in transfers:
+                transfer.count()
         flags = _FAILED | _ASYNC if failure else _ASYNC
         each_has_one = isinstance(works, list) and len(works) == len(transfers)
         if not each_has_one:
@@ -612,9 +738,13 @@ class PointToPointInstrumentor(LensInstrumentor):
         _comm.bind(module)
         for operation in _OPERATIONS:
             original = vars(module).get(operation)
-            if original is not None:
-                site = guard.site(f"torch.distributed.{operation}", _counted)
-                patches.wrap(module, operation, _hook(operation, original, site), site)
+            if original is None:
+                continue
+            if not _reads(_OPERATIONS[operation][2], original):
+                guard.logger.debug("lens-auto: torch.distributed.%s has other arguments in this version", operation)
+                continue
+            site = guard.site(f"torch.distributed.{operation}", _counted)
+            patches.wrap(module, operation, _hook(operation, site), site)
         site = guard.site("torch.distributed.batch_isend_irecv", _counted)
         patches.wrap(module, "batch_isend_irecv", _batch_hook(site), site)
 

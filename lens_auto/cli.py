@@ -96,6 +96,107 @@ def report(run_dir: RunDir = None, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="The run directory to compare with.", show_default=False)],
+    second: Annotated[Path, typer.Argument(metavar="B", help="The run directory to look at.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Show what became slower from run A to run B, where, and whether it is more than the noise."""
+    from lens_auto.report import compare as comparing
+    from lens_auto.report.load import load
+
+    with _bad_input():
+        sides, problems = [], []
+        for path in (first, second):
+            run, found = _open(path, "compare")
+            with _progress("reading", len(run.writers)) as advance:
+                sides.append((run.run_id, str(run.path), load(run, advance)))
+            problems += [*found, *map(str, run.problems)]
+        result = comparing.compare(sides[0], sides[1])
+    result.notes += problems
+    if as_json:
+        _print_json(result.to_json())
+        return
+    from lens_auto.report.text import console
+
+    comparing.render(result, console())
+
+
+@app.command()
+def html(
+    run_dir: RunDir = None,
+    to_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="The file; by default <run id>.html here.", show_default=False
+        ),
+    ] = None,
+    iterations: Annotated[
+        str | None,
+        typer.Option(
+            "--iterations",
+            metavar="N,...",
+            help="Which to draw in the timeline, up to six; by default an ordinary, the longest and the most uneven one.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write the report with its pictures as one HTML file that needs no network."""
+    from lens_auto.export import output
+    from lens_auto.report import html as pages
+    from lens_auto.report.load import load
+    from lens_auto.report.summary import summarize
+
+    with _bad_input():
+        wanted = None if iterations is None else _numbers(iterations)
+        run, problems = _open(run_dir, "html")
+        with _progress("reading", 2 * len(run.writers)) as advance:
+            loaded = load(run, advance)
+            summary = summarize(run, loaded, problems)
+            page = pages.page(summary, loaded, wanted, advance)
+        path = f"{run.run_id or 'run'}.html" if to_file is None else str(to_file)
+        with output(path) as file:
+            file.write(page)
+    if path != "-":
+        _say(f"written to {path}")
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--iterations {text!r}; numbers separated by commas are valid; nothing is written") from None
+
+
+@app.command()
+def top(
+    run_dir: RunDir = None,
+    interval_s: Annotated[
+        float, typer.Option("--interval", metavar="SECONDS", min=0.05, help="Time between two looks.")
+    ] = 1.0,
+    count: Annotated[
+        int | None,
+        typer.Option(
+            "--count", metavar="N", min=1, help="Look N times; by default until Ctrl-C.", show_default=False
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a look; one look by default.")] = False,
+) -> None:
+    """Show what every rank is in right now: while it trains, while it hangs, after it died."""
+    from lens_auto.report import top as live
+    from lens_auto.report.text import console
+
+    with _bad_input():
+        chosen = _newest_run(os.getcwd(), "top") if run_dir is None else str(run_dir)
+        if as_json:
+            for look in live.looks(chosen, interval_s, count or 1):
+                _print_json(look.to_json())
+            return
+        out = console()
+        live.show(chosen, interval_s, count if out.is_terminal else count or 1, out, lambda: out.height)
+
+
+@app.command()
 def hang(run_dir: RunDir = None, as_json: AsJson = False) -> None:
     """Name the rank that holds the others up, while a job hangs or after it was killed."""
     from lens_auto.report.hang import analyse, render

@@ -34,6 +34,12 @@ class Site:
         """Open or shut the gate by what is wanted now."""
         self.gate[:] = [True] if self.wanted() and not self.reason else []
 
+    def retire(self) -> None:
+        """Shut the gate of the wrappers made so far for good: one that somebody wrapped again may stay in place."""
+        self.gate.clear()
+        self.gate = []
+        self.refresh()
+
     def fault(self, error: Exception) -> None:
         """Count a failure of ours; the first is logged, the third switches the site off."""
         self.faults += 1

@@ -52,8 +52,9 @@ def configure() -> Settings:
         settings = Settings.from_env(os.environ)
         groups = frozenset() if settings.disabled else settings.groups
         state.set_enabled_span_groups(groups)
-        for problem in settings.problems:
-            logger.warning("lens-auto: %s", problem)
+        if LAUNCHER_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":  # once, not in every process
+            for problem in settings.problems:
+                logger.warning("lens-auto: %s", problem)
         if settings.disabled:
             return settings
         if not os.environ.get(RUN_ID_VARIABLE):

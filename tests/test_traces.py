@@ -98,7 +98,11 @@ def test_parents_are_spans_of_the_same_trace(alike: tuple[Launcher, list[str]]) 
         assert children
         for span in children:
             parent = known[span.trace_id, span.parent_id or b""]
-            assert parent.start_ns <= span.start_ns <= span.end_ns <= parent.end_ns
+            assert span.start_ns <= span.end_ns
+            # DDP's logger gives durations on a clock of its own
+            if span.attributes["lens.timing_source"] != "ddp_logger":
+                assert parent.start_ns <= span.start_ns
+                assert span.end_ns <= parent.end_ns
 
 
 def test_a_receive_names_its_send(alike: tuple[Launcher, list[str]]) -> None:
@@ -127,12 +131,13 @@ CHOSEN = {
     "model_init": {"train.model_init"},
     "step": {"train.iteration"},
     "data_loading": {"train.data_loading"},
-    "forward_backward": {"train.forward", "train.backward"},
+    "forward_backward": {"train.forward", "train.backward", "ddp.forward", "ddp.backward"},
     "optimizer": {"train.optimizer_step"},
     "evaluate": {"train.evaluate"},
     "checkpoint": {"checkpoint.save"},
     "load_checkpoint": {"checkpoint.load"},
     "communication": {
+        "ddp.communication",
         "torch.distributed.all_reduce",
         "torch.distributed.destroy_process_group",
         "torch.distributed.init_process_group",

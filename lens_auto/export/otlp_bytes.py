@@ -15,7 +15,6 @@ from lens_auto import __version__, semconv
 from lens_auto.export.spans import Link, Span
 
 _KNOWN = 20_000  # encoded attributes remembered, a few hundred bytes each
-_SMALL = 1 << 12  # integers below are remembered: sizes, ranks, counts; times and sequence numbers hardly repeat
 _INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
 _HAS_IS_REMOTE, _IS_REMOTE = 0x100, 0x200  # SpanFlags
 _STATUS_ERROR = 2
@@ -25,14 +24,26 @@ _times = struct.Struct("<BQBQ").pack
 
 def varint(value: int) -> bytes:
     """An unsigned integer as protobuf writes it."""
-    if value < 0x80:
-        return bytes((value,))
+    if value < _TABLE:
+        return _VARINTS[value]
+    if value < 1 << 21:
+        return bytes((value & 0x7F | 0x80, value >> 7 & 0x7F | 0x80, value >> 14))
+    if value < 1 << 28:
+        return bytes((value & 0x7F | 0x80, value >> 7 & 0x7F | 0x80, value >> 14 & 0x7F | 0x80, value >> 21))
+    return _long_varint(value)
+
+
+def _long_varint(value: int) -> bytes:
     found = bytearray()
     while value >= 0x80:
         found.append(value & 0x7F | 0x80)
         value >>= 7
     found.append(value)
     return bytes(found)
+
+
+_TABLE = 1 << 12
+_VARINTS = [_long_varint(value) for value in range(_TABLE)]
 
 
 def _field(number: int, content: bytes) -> bytes:
@@ -65,7 +76,7 @@ _SPAN_ATTRIBUTES, _LINK_ATTRIBUTES = 9, 4
 _SCOPE = _field(1, _field(1, semconv.INSTRUMENTATION_SCOPE.encode()) + _field(2, __version__.encode()))
 _FLAGS = b"\x85\x01" + struct.pack("<I", _HAS_IS_REMOTE)
 _LINK_FLAGS = b"\x35" + struct.pack("<I", _HAS_IS_REMOTE | _IS_REMOTE)
-_NO_STATUS = _field(15, b"")
+_PLAIN_END = _field(15, b"") + _FLAGS  # without a status
 
 
 class Encoder:
@@ -94,25 +105,23 @@ class Encoder:
                 self._names.clear()
             # With the kind behind it: internal.
             name = self._names[span.name] = _field(5, span.name.encode("utf-8", "replace")) + b"\x30\x01"
-        parent = b"" if span.parent_id is None else b'"\x08' + span.parent_id
-        pieces = [
-            b"\n\x10" + span.trace_id + b"\x12\x08" + span.span_id + parent + name,
-            _times(0x39, span.start_ns, 0x41, span.end_ns),
-        ]
+        times = _times(0x39, span.start_ns, 0x41, span.end_ns)
+        if span.parent_id is None:
+            pieces = [b"\n\x10", span.trace_id, b"\x12\x08", span.span_id, name, times]
+        else:
+            pieces = [b"\n\x10", span.trace_id, b"\x12\x08", span.span_id, b'"\x08', span.parent_id, name, times]
+        texts, numbers = self._texts, self._numbers
         for key, value in span.attributes.items():
             kind = type(value)
             if kind is str:
-                piece = self._texts.get((key, value))
-                pieces.append(piece if piece is not None else self._text(key, value))
+                pieces.append(texts.get((key, value)) or self._text(key, value))
             elif kind is int:
-                piece = self._numbers.get((key, value))
-                pieces.append(piece if piece is not None else self._number(key, value))
+                pieces.append(numbers.get((key, value)) or self._number(key, value))
             else:
                 pieces.append(_key_value(_SPAN_ATTRIBUTES, key, value))
         for link in span.links:
             pieces.append(self._link(link))
-        pieces.append(_NO_STATUS if span.error is None else self._error(span.error))
-        pieces.append(_FLAGS)
+        pieces.append(_PLAIN_END if span.error is None else self._error(span.error) + _FLAGS)
         body = b"".join(pieces)
         return b"\x12" + varint(len(body)) + body
 
@@ -130,7 +139,7 @@ class Encoder:
         if head is None:
             head = _key_value(_SPAN_ATTRIBUTES, key, value)[: -len(digits)]
             self._heads[key, len(digits)] = head
-        if value < _SMALL:
+        if value < _TABLE:  # sizes, ranks and counts; times and sequence numbers hardly repeat
             if len(self._numbers) > _KNOWN:
                 self._numbers.clear()
             self._numbers[key, value] = head + digits

@@ -27,7 +27,14 @@ from lens_auto.export.lane import Candidate, Lane, OtherRanks
 from lens_auto.export.senders import make_sender
 from lens_auto.recorder import finish, spool
 from lens_auto.recorder.layout import SEGMENT_RECORDS, SEGMENT_SUFFIX, segment_name
-from lens_auto.recorder.read import RunDirectory, Status, UnreadableFile, WriterFiles, process_is_alive
+from lens_auto.recorder.read import (
+    RunDirectory,
+    Status,
+    UnreadableFile,
+    WriterFiles,
+    WriterInfo,
+    process_is_alive,
+)
 from lens_auto.strategies import BUILTIN_STRATEGIES, get_export_strategy
 
 logger = logging.getLogger("lens_auto.export")
@@ -82,6 +89,18 @@ def exports(config: NemoLensConfig, rank: int, world_size: int) -> bool:
     if config.export_strategy not in BUILTIN_STRATEGIES or config.export_strategy == "first_rank_per_node":
         return True
     return get_export_strategy(config.export_strategy)(config, rank, world_size)
+
+
+def decided(config: NemoLensConfig, info: WriterInfo) -> bool | None:
+    """Whether a rank that is gone exports: what it said itself, else what a built-in strategy says; None: nobody knows."""
+    said = info.raw.get("exports")
+    if said is not None:
+        return bool(said)
+    if config.export_strategy not in BUILTIN_STRATEGIES:
+        return None
+    if config.export_strategy == "first_rank_per_node":
+        return info.local_rank <= 0
+    return get_export_strategy(config.export_strategy)(config, info.rank, info.world_size)
 
 
 class Local(NamedTuple):
@@ -154,11 +173,9 @@ class _Node:
             folder = str(writer.folders[0])
         if info.seed is None and not ended:
             folder = None
-        sends = info.raw.get("exports")
-        if sends is None and not ended:
+        sends = decided(self._config, info) if ended else info.raw.get("exports")
+        if sends is None:
             folder = None
-        elif sends is None and self._config.export_strategy in BUILTIN_STRATEGIES:
-            sends = exports(self._config, info.rank, info.world_size)
         return Local(writer, folder, ended, sends)
 
     def is_spooled(self, folder: Path) -> bool:

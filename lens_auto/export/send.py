@@ -14,13 +14,12 @@ from lens_auto.export.answer import Outcome
 from lens_auto.export.exporters import exporter_names
 from lens_auto.export.kept import kept_spans, progress_folder
 from lens_auto.export.lane import Candidate
-from lens_auto.export.process import exports, make_lanes, remove_segments
+from lens_auto.export.process import decided, make_lanes, remove_segments
 from lens_auto.export.senders import make_sender
 from lens_auto.export.spans import run_spans
 from lens_auto.recorder import finish, rundir
 from lens_auto.recorder.layout import SEGMENT_RECORDS
 from lens_auto.recorder.read import RunDirectory, Status
-from lens_auto.strategies import BUILTIN_STRATEGIES
 
 BATCH_SPANS = 512
 PATIENCE_S = 15.0
@@ -100,10 +99,7 @@ def recover(run: RunDirectory, advance: Callable[[int], None]) -> Sent:
         if writer.status is Status.RUNNING:
             running += 1
             continue
-        wanted = writer.info.raw.get("exports")
-        if wanted is None and config.export_strategy in BUILTIN_STRATEGIES:
-            wanted = exports(config, writer.info.rank, writer.info.world_size)
-        if wanted is False:
+        if decided(config, writer.info) is False:
             continue
         low: int | None = None
         for lane in lanes:

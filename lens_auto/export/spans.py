@@ -266,6 +266,19 @@ class _Place:
             found.append(span_id)
         return found
 
+    def parent(self, row: int) -> bytes | None:
+        """Span id of the piece that a record lies in; None where that has no span, or one in another trace."""
+        tile = int(self.tile[row])
+        return self.tile_id[tile] if tile >= 0 and self.tile_in_job[tile] == self.in_job[row] else None
+
+    def put(self, row: int, in_job: bool, parent_id: bytes | None) -> None:
+        """Say where a record belongs whose piece is not among the records at hand."""
+        self.in_job[row] = in_job
+        self.tile[row] = -1 if parent_id is None else len(self.tile_id)
+        if parent_id is not None:
+            self.tile_id.append(parent_id)
+            self.tile_in_job = np.append(self.tile_in_job, np.bool_(in_job))
+
     def record_id(self, row: int) -> bytes:
         """Span id of a record, from its place."""
         return self.span_ids[8 * row : 8 * row + 8]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lens_auto.export.spans import Others, Part, Span, SpanMaker, look_at
+from lens_auto.export.spans import Looked, Others, Part, Span, SpanMaker, look_at
 from lens_auto.groups import TrainingSpanGroup as Group
 from lens_auto.iteration.rule import Iterations, Resume, find_iterations
 from lens_auto.recorder.layout import SEGMENT_RECORDS, Flag, Kind
@@ -33,17 +33,35 @@ _MUCH = 2 * SEGMENT_RECORDS
 _END = 1 << 62
 
 
+class Place(NamedTuple):
+    """Where a record belongs that was held back from the part in whose time it lies.
+
+    Attributes:
+        number: the record's.
+        iteration: -1 for none.
+        in_job: it is in the job's trace.
+        parent_id: the span of the piece of the iteration that it lies in.
+    """
+
+    number: int
+    iteration: int
+    in_job: bool
+    parent_id: bytes | None
+
+
 class Position(NamedTuple):
     """Where a stream stands: everything before is done.
 
     Attributes:
         top: number of the first record that was not looked at.
         open: numbers below it that are not done.
+        places: of those among them whose time is over.
         resume: where iterations go on; None before the first.
     """
 
     top: int = 0
     open: tuple[int, ...] = ()
+    places: tuple[Place, ...] = ()
     resume: Resume | None = None
 
     @property
@@ -57,6 +75,9 @@ class Position(NamedTuple):
         return {
             "top": self.top,
             "open": list(self.open),
+            "places": [
+                [*place[:3], None if place.parent_id is None else place.parent_id.hex()] for place in self.places
+            ],
             "resume": None
             if resume is None
             else {
@@ -74,6 +95,10 @@ class Position(NamedTuple):
         return Position(
             int(found["top"]),
             tuple(map(int, found["open"])),
+            tuple(
+                Place(int(number), int(iteration), bool(in_job), None if parent is None else bytes.fromhex(parent))
+                for number, iteration, in_job, parent in found["places"]
+            ),
             None
             if resume is None
             else Resume(
@@ -169,8 +194,19 @@ def next_part(
     if chosen is None:
         return None
     part = Part(chosen.until_ns, frozenset(chosen.held), chosen.last)
-    maker = SpanMaker(others, look_at(writer, records, iterations), part)
-    return StreamPart(chosen, maker, _after(records, iterations, resume, chosen), lost)
+    looked = look_at(writer, records, iterations)
+    _put_back(looked, position.places)
+    return StreamPart(chosen, SpanMaker(others, looked, part), _after(looked, resume, chosen), lost)
+
+
+def _put_back(looked: Looked, places: tuple[Place, ...]) -> None:
+    """What was held back belongs where it did."""
+    numbers = looked.records.numbers
+    rows = np.searchsorted(numbers, np.array([place.number for place in places], dtype=np.int64)).tolist()
+    for place, row in zip(places, rows, strict=True):
+        if row < len(numbers) and numbers[row] == place.number:
+            looked.iterations.record_iteration[row] = place.iteration
+            looked.place.put(row, place.in_job, place.parent_id)
 
 
 def _read(writer: WriterFiles, position: Position, cut: Cut | None, at_once: int) -> tuple[Records, bool, int]:
@@ -240,15 +276,20 @@ def _choose(
         until_ns = min(settled_ns, int(np.quantile(records.data["start_ns"], 0.5)))  # a rank that never steps
     else:
         return None
-    return Cut(below, until_ns, _held(records, until_ns), _missing(records, position, lost, below), False)
+    missing = _missing(records, position, lost, below)
+    return Cut(below, until_ns, _held(records, until_ns, missing), missing, False)
 
 
-def _held(records: Records, until_ns: int) -> tuple[int, ...]:
-    """Asynchronous operations before the cut that nobody has waited for yet."""
+def _held(records: Records, until_ns: int, missing: tuple[int, ...]) -> tuple[int, ...]:
+    """Asynchronous operations before the cut that nobody has waited for yet, and waits for what is missing."""
     data = records.data
+    wait = data["kind"] == Kind.WAIT
+    target = data["ref"].astype(np.int64) - 1
     begun = ((data["flags"] & Flag.ASYNC) != 0) & (data["start_ns"] < until_ns)
     begun &= data["end_ns"].astype(np.int64) > time.monotonic_ns() - PATIENCE_NS
-    begun &= ~np.isin(records.numbers, data["ref"][data["kind"] == Kind.WAIT].astype(np.int64) - 1)
+    begun &= ~np.isin(records.numbers, target[wait])
+    if missing:
+        begun |= wait & np.isin(target, np.array(missing, dtype=np.int64))
     return tuple(records.numbers[begun].tolist())
 
 
@@ -263,8 +304,8 @@ def _missing(records: Records, position: Position, lost: int, below: int) -> tup
     return tuple(found.tolist())
 
 
-def _after(records: Records, iterations: Iterations, resume: Resume | None, cut: Cut) -> Position:
-    data, numbers = records.data, records.numbers
+def _after(looked: Looked, resume: Resume | None, cut: Cut) -> Position:
+    data, numbers, iterations = looked.records.data, looked.records.numbers, looked.iterations
     if cut.last:
         return Position(cut.below)
     done = data["start_ns"] < cut.until_ns
@@ -272,9 +313,19 @@ def _after(records: Records, iterations: Iterations, resume: Resume | None, cut:
         done &= ~np.isin(numbers, np.array(cut.held, dtype=np.int64))
     wait = data["kind"] == Kind.WAIT
     target = data["ref"][wait].astype(np.int64) - 1
-    done[wait] = ~np.isin(target, numbers[~done & ~wait])
+    waited = np.append(numbers[~done & ~wait], np.array(cut.missing, dtype=np.int64))
+    done[wait] = ~np.isin(target, waited)
     still_open = {*numbers[~done].tolist(), *cut.missing}
-    return Position(cut.below, tuple(sorted(still_open)), _resume(data, iterations, resume, cut))
+    places = tuple(
+        Place(
+            int(numbers[row]),
+            int(iterations.record_iteration[row]),
+            bool(looked.place.in_job[row]),
+            looked.place.parent(row),
+        )
+        for row in np.flatnonzero(~done & ~wait & (data["start_ns"] < cut.until_ns)).tolist()
+    )
+    return Position(cut.below, tuple(sorted(still_open)), places, _resume(data, iterations, resume, cut))
 
 
 def _resume(data: npt.NDArray[np.void], iterations: Iterations, before: Resume | None, cut: Cut) -> Resume | None:

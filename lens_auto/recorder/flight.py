@@ -23,12 +23,13 @@ LOOK_EVERY_NS = 1_000_000_000
 ASK_EVERY_NS = 5_000_000_000  # unless the flight recorder would be full before
 THREAD = 0xFFFF  # of records from here: none of the program's
 _SETTLE_NS = 400_000_000  # a hook that has left the operation may not have written its record yet
-_CLOCK_NS = 1_000_000  # the two clocks are read one after the other
+_CLOCK_NS = 50_000  # the two clocks are read one after the other
 _NEAR_NS = 600_000_000_000  # a group of the same name that was made again counts from 1 as well
 _KEPT = 20_000  # calls of a group that are remembered
 _NAMES = tuple(name for name, _ in layout.RECORD_FIELDS)
-_SEVERAL = ("_object", "_object_list", "_coalesced", "monitored_barrier")  # ends of names of calls that make several
-_MAX_INSIDE = 16  # operations that one call makes inside
+# Ends of names of calls that may make several operations inside; gloo does a reduce_scatter by all_reduces.
+_SEVERAL = ("_object", "_object_list", "_coalesced", "monitored_barrier", "reduce_scatter", "all_to_all")
+_MAX_INSIDE = 1024  # operations that one call makes inside
 
 
 class _Calls:

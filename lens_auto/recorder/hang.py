@@ -127,7 +127,8 @@ class HangWatch:
                 self.process_groups = [*self.process_groups, facts]
                 self._keeper.touch()
             try:
-                self._recorder.live.issued(index, group.issued())
+                transfers = self._recorder.transfers.get(group.name, (0,))[0]
+                self._recorder.live.issued(index, max(0, group.issued() - transfers))
             except Exception:  # a backend that does not count
                 continue
 

@@ -93,13 +93,13 @@ class Housekeeper:
 
     def update(self, **facts: Any) -> None:
         """Change what `writer.json` says; it is written at the next tick."""
-        self.info = {**self.info, **facts}
+        self.info.update(facts)
         self._dirty = True
         self.recorder.wake.set()
 
     def name_run(self, run_id: str, seed: bytes, source: str) -> None:
         """Fix run id and seed; the run directory is made at the next tick."""
-        self.info = {**self.info, "run_id": run_id, "seed": seed.hex(), "seed_source": source}
+        self.info.update(run_id=run_id, seed=seed.hex(), seed_source=source)
         self._named.set()
         self._dirty = True
         self.recorder.wake.set()
@@ -141,7 +141,7 @@ class Housekeeper:
         self.recorder.publish(sum(size for _, size, _ in self._kept), guard.fault_count())
         off = guard.switched_off()
         if off != self.info["hooks_off"]:
-            self.info = {**self.info, "hooks_off": off}
+            self.info.update({"hooks_off": off})
             self._dirty = True
         if self._dirty:
             self.save()
@@ -150,7 +150,7 @@ class Housekeeper:
         if self.info["exports"] is None:
             exports = exporting.decide(self.recorder.rank, self.recorder.world_size)
             if exports is not None:
-                self.info = {**self.info, "exports": exports}
+                self.info.update({"exports": exports})
                 self._dirty = True
         exporting.register(str(self.info["writer"]), self.run_dir)
         exporting.keeper.look()
@@ -177,10 +177,10 @@ class Housekeeper:
         except OSError as error:
             self._tell(f"the run directory {wanted!r} cannot be written ({error.strerror or error})")
             self.run_dir = ""
-            self.info = {**self.info, "run_dir_failed": True}  # the exporter sends from the spool
+            self.info.update({"run_dir_failed": True})  # the exporter sends from the spool
             self._dirty = True
             return
-        self.info = {**self.info, "run_dir": self.run_dir}
+        self.info.update({"run_dir": self.run_dir})
         self._dirty = True
 
     def claim_early(self) -> None:
@@ -193,14 +193,14 @@ class Housekeeper:
             self._tell(f"the run directory {self.info['fallback_dir']!r} cannot be written ({error.strerror or error})")
             return
         self._claimed_early = str(self.info["run_id"])
-        self.info = {**self.info, "run_dir": self.run_dir}
+        self.info.update({"run_dir": self.run_dir})
         self.save()
 
     def _leave_early_claim(self) -> None:
         """The ranks agreed on another run after all: what was written under the first one is left alone."""
         if self._claimed_early != self.info["run_id"]:
             self.run_dir = None
-            self.info = {**self.info, "run_dir": None}
+            self.info.update({"run_dir": None})
         self._claimed_early = None
 
     def _tell(self, what: str) -> None:
@@ -262,8 +262,7 @@ class Housekeeper:
         """Write `writer.json` in the spool, and in the run directory once there is one."""
         self._dirty = False
         info = self.info
-        self.info = {
-            **info,
+        facts = {
             "resource": rank_attributes(
                 info["rank"], info["world_size"], info["local_rank"], info["run_id"], os.environ
             ),
@@ -273,7 +272,8 @@ class Housekeeper:
             "process_groups": self.watch.process_groups,
             "failure": self.ending.failure,
         }
-        data = json.dumps(self.info).encode() + b"\n"
+        info.update(facts)
+        data = json.dumps(dict(info)).encode() + b"\n"
         for folder in (self.recorder.folder, self.writer_dir()):
             if folder is None:
                 continue
@@ -282,7 +282,10 @@ class Housekeeper:
                     spool.private_folder(folder)
                 spool.write_atomically(os.path.join(folder, WRITER_NAME), data)
             except OSError as error:
-                self._tell(f"{folder!r} cannot be written ({error.strerror or error})")
+                if folder == self.recorder.folder:
+                    self.recorder.tell(error)
+                else:
+                    self._tell(f"{folder!r} cannot be written ({error.strerror or error})")
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -313,12 +316,13 @@ class Housekeeper:
         self._keep_bound()
         self.recorder.publish(sum(size for _, size, _ in self._kept), guard.fault_count())
         self.recorder.live.state(WriterState.CLOSED)
-        self.info = {
-            **self.info,
-            "ended_ns": time.monotonic_ns(),
-            "end": self.ending.end,
-            "hooks_off": guard.switched_off(),
-        }
+        self.info.update(
+            {
+                "ended_ns": time.monotonic_ns(),
+                "end": self.ending.end,
+                "hooks_off": guard.switched_off(),
+            }
+        )
         if self.exporting is not None:
             self._look_after_exporter(self.exporting)
         self.save()

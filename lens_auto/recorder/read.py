@@ -747,6 +747,7 @@ class WriterFiles:
             filled += len(indices)
             holes += lost
             damaged += bad
+        self._count_last(data[:filled])
         return Records(
             data[:filled],
             np.concatenate(places) if places else np.empty(0, dtype=np.int64),
@@ -754,6 +755,14 @@ class WriterFiles:
             damaged,
             numbers[-1] + 1 - len(numbers) if numbers else 0,
         )
+
+    def _count_last(self, data: RecordArray) -> None:
+        """With `NEMO_LENS_ITERATION_OPTIMIZER=last` the writer could not know which optimizer would be the last."""
+        if self.info.iteration_optimizer != "last":
+            return
+        steps = data["kind"] == layout.Kind.OPTIMIZER_STEP
+        if steps.any():
+            data["b"][steps] = data["a"][steps] == data["a"][steps].max()
 
     @property
     def last_segment(self) -> int:

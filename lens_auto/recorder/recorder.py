@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from lens_auto.recorder import layout
 from lens_auto.recorder.layout import Flag, Kind, Phase
@@ -27,7 +28,7 @@ NEVER = 1 << 62
 class ThreadState:
     """What a thread of the program is in: how deep in wrapped calls, and where its slot lies."""
 
-    __slots__ = ("backward", "depth", "index", "native_id", "phase_depth", "slot")
+    __slots__ = ("backward", "depth", "index", "native_id", "phase_depth", "slot", "step")
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -35,6 +36,7 @@ class ThreadState:
         self.native_id = threading.get_native_id()
         self.depth = 0  # inside a communication call that is recorded as a whole
         self.phase_depth = 0  # inside a data fetch, model wrapping or checkpoint
+        self.step: Any = None  # an optimizer step that has begun
         self.backward = 0  # inside backward
 
 
@@ -60,6 +62,8 @@ class Recorder:
         self.phase_since_ns = time.monotonic_ns()
         self.steps = 0
         self.fetches = 0
+        # By torch's name of a group: point-to-point operations in torch's count of operations, whether it counts them.
+        self.transfers: dict[str, list[int]] = {}
         self.dropped = 0
         self.span_flags(frozenset())
         self.switch_at = NEVER  # the iteration at which `on_switch` is due
@@ -78,12 +82,12 @@ class Recorder:
         try:
             self.live = LiveFile(folder, nonce, start_ticks)
         except OSError as error:
-            self._tell(error)
+            self.tell(error)
             self.live = LiveFile(None, nonce, start_ticks)
         try:
             self.strings = Interner(folder)
         except OSError as error:
-            self._tell(error)
+            self.tell(error)
             self.strings = Interner(None)
         self.segment = self._make() or no_segment(0)
 
@@ -226,7 +230,7 @@ class Recorder:
         try:
             made = create_segment(self.folder, self._next_number, self.nonce, self.rank)
         except OSError as error:
-            self._tell(error)
+            self.tell(error)
             return None
         self._next_number += 1
         return made
@@ -240,7 +244,7 @@ class Recorder:
                     if self._spare is None:
                         self._retry_ns = time.monotonic_ns() + _RETRY_NS
 
-    def _tell(self, error: OSError) -> None:
+    def tell(self, error: OSError) -> None:
         if not self._told:
             self._told = True
             logger.warning(

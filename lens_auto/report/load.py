@@ -93,7 +93,7 @@ def load_writer(writer: WriterFiles) -> LoadedWriter:
         iterations=iterations,
         work=find_work(writer, records, iterations),
         operations=_operations(writer, records, iterations),
-        position=_position(writer),
+        position=position_of(writer),
         records=len(records),
         holes=records.holes,
         damaged=records.damaged,
@@ -161,7 +161,7 @@ def _waits(records: Records, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
     return wait[matches], at[matches]
 
 
-def _position(writer: WriterFiles) -> Position | None:
+def position_of(writer: WriterFiles) -> Position | None:
     """Phase and operations in flight of a writer that did not close: now, or at its last heartbeat."""
     live = writer.live
     if live is None or writer.status is Status.CLOSED:

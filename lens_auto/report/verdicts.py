@@ -166,7 +166,7 @@ def phase_name(phase: int) -> str:
 
 def analyze(matched: Matched) -> Analysis:
     """Compare the ranks of one attempt and say what slows them down."""
-    matched, warm_up, warm_up_ns = _without_warm_up(matched)
+    matched, warm_up, warm_up_ns = without_warm_up(matched)
     analysis = Analysis(
         iterations=len(matched.iteration),
         warm_up_iterations=warm_up,
@@ -178,7 +178,7 @@ def analyze(matched: Matched) -> Analysis:
     )
     if not len(matched.iteration):
         return analysis
-    judge = _Judge(matched)
+    judge = Judge(matched)
     analysis.replayed_ns = int(judge.replay.recorded_ns.sum())
     analysis.ranks = judge.rank_work()
     analysis.notes += judge.notes()
@@ -208,7 +208,7 @@ def _hosts(matched: Matched) -> list[dict[str, Any]]:
     ]
 
 
-def _without_warm_up(matched: Matched) -> tuple[Matched, int, int]:
+def without_warm_up(matched: Matched) -> tuple[Matched, int, int]:
     """Leave out the first iterations as long as they take clearly longer than usual."""
     count = len(matched.iteration)
     limit = min(20, count // 10)
@@ -222,7 +222,7 @@ def _without_warm_up(matched: Matched) -> tuple[Matched, int, int]:
     return matched.only(np.arange(count) >= warm), warm, longer
 
 
-class _Judge:
+class Judge:
     """The figures that verdicts are made of."""
 
     def __init__(self, matched: Matched) -> None:
@@ -509,11 +509,22 @@ class _Judge:
 
     # --- all ranks ----------------------------------------------------------------------------------------------------
 
-    def _common(self, phase: int) -> tuple[Estimate, Float64Array]:
-        """The share that a phase has where no rank is slower in it than the median one."""
+    def common(self, phase: int) -> Float64Array:
+        """What the median rank does of a phase in each iteration, ns."""
         own = np.where(self.matched.present, self.own[:, :, phase], np.inf)
-        least = np.where(np.isfinite(own), own, 0) if own.shape[1] == 1 else _lower_median_of_present(own)
-        part = self.matched.by_iteration(least)
+        return self.matched.by_iteration(_lower_median_of_present(own))
+
+    def held_ns(self) -> Float64Array:
+        """For how long operations that are not matched hold the median rank in each iteration."""
+        fixed = np.where(self.matched.present, self.matched.fixed_ns.astype(np.float64), np.inf)
+        return self.matched.by_iteration(_lower_median_of_present(fixed))
+
+    def apart_ns(self) -> Float64Array:
+        """Saving and evaluating in each iteration, on the rank that it took longest."""
+        return self.matched.by_iteration(self.own[:, :, _APART].sum(axis=2).max(axis=1, initial=0))
+
+    def _common(self, phase: int) -> tuple[Estimate, Float64Array]:
+        part = self.common(phase)
         return self.share(part), part
 
     def _input(self) -> Finding | None:
@@ -662,8 +673,7 @@ class _Judge:
 
     def _drift(self) -> Finding | None:
         """Iterations become longer and longer."""
-        apart = self.own[:, :, _APART].sum(axis=2).max(axis=1, initial=0)
-        length = (self.span_ns - self.matched.by_iteration(apart))[self.calm]
+        length = (self.span_ns - self.apart_ns())[self.calm]
         if len(length) < 10 * MIN_ITERATIONS:
             return None
         parts = [float(np.median(part)) for part in np.array_split(length, 10)]
