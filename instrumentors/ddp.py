@@ -65,6 +65,9 @@ class _Reducer:
         start, end = numbers.get("backward_comm_time_start", 0), numbers.get("backward_comm_time_end", 0)
         sizes = str(texts.get("rebuilt_bucket_sizes") or texts.get("bucket_sizes") or "")
         overlap = max(0, int(numbers.get("backward_compute_comm_overlap_time", 0)))
+        if self.cuda:  # the stamps are the host's, when it enqueued; the durations are the device's
+            backward_end = backward + numbers.get("backward_compute_time", 0)
+            end = start + numbers.get("backward_comm_time", 0)
 
         def record(name: str, flags: int, begin: int, until: int, **fields: int) -> None:
             if flags and 0 < begin <= until:
@@ -81,7 +84,8 @@ class _Reducer:
                     **fields,
                 )
 
-        record("forward", recorder.forward_backward, forward, backward)
+        forward_end = forward + numbers.get("forward_compute_time", 0) if self.cuda else backward
+        record("forward", recorder.forward_backward, forward, forward_end)
         record("backward", recorder.forward_backward, backward, backward_end)
         record(
             "communication",

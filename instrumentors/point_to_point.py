@@ -38,6 +38,7 @@ _AMBIGUOUS = int(Flag.AMBIGUOUS)
 
 _FEW = 64  # open receives that are kept before looking which of them are over
 _MANY = 4096  # doubtful receives at once; beyond it nobody waits for them any more
+_MANY_PATHS = 16_384  # peers and tags of one group
 
 
 def _counted() -> bool:
@@ -94,24 +95,33 @@ class _Receive:
         return self.done
 
 
+def _runs(watched: _comm._Watched) -> bool:
+    """Whether a work is not over."""
+    work = watched()
+    return work is not None and not work.is_completed()
+
+
 class _Channel:
     """The receives of one group on one tag.
 
     Attributes:
         taken: messages by source, counted when a receive of that source is posted.
-        open: recorded asynchronous receives that may not be over.
+        open: receives that may not be over.
+        started: asynchronous receives from known sources that may not be over: what watches their work, source, number
+            of the first message, messages.
         unseen: there were asynchronous receives that were not recorded: nobody knows which of them are over.
         blocked: threads in a blocking receive.
         doubtful: receives since one from any source was posted, until all of them are over.
         lost: it cannot be known any more how many messages were taken from whom.
     """
 
-    __slots__ = ("blocked", "doubtful", "info", "lost", "open", "prune_at", "taken", "unseen")
+    __slots__ = ("blocked", "doubtful", "info", "lost", "open", "prune_at", "started", "taken", "unseen")
 
     def __init__(self, info: GroupInfo) -> None:
         self.info = info
         self.taken: dict[int, int] = {}
         self.open: list[_Receive] = []
+        self.started: list[tuple[_comm._Watched, int, int, int]] = []
         self.prune_at = _FEW
         self.unseen = False
         self.blocked = 0
@@ -134,12 +144,12 @@ class _Channel:
         if self.taken.get(source) == k + messages:
             self.taken[source] = k
 
-    def keep(self, receive: _Receive) -> None:
+    def keep(self, watched: _comm._Watched, source: int, k: int, messages: int) -> None:
         """An asynchronous receive was posted and recorded: remember it until it is over."""
-        self.open.append(receive)
-        if len(self.open) > self.prune_at:
-            self._prune()
-            self.prune_at = max(_FEW, 2 * len(self.open))
+        self.started.append((watched, source, k, messages))
+        if len(self.started) > self.prune_at:
+            self.started = [each for each in self.started if _runs(each[0])]
+            self.prune_at = max(_FEW, 2 * len(self.started))
 
     def post(self, recorder: Recorder, source: int, messages: int) -> _Receive:
         """A receive is about to be posted, from any source (-1) or while not all is clear."""
@@ -154,10 +164,11 @@ class _Channel:
         if source >= 0:
             receive.k = self.take(source, messages)
         elif not self.doubtful:
-            self._prune()
+            self._open_started()
             for beside in self.open:
                 beside.doubtful = True
-                self._tell(recorder, beside)
+                if beside.number >= 0:
+                    self._tell(recorder, beside)
             self.doubtful.extend(self.open)
         if self.doubtful or source < 0:
             receive.doubtful = True
@@ -226,16 +237,17 @@ class _Channel:
         self.doubtful = []
         doubted.pop(id(self), None)
 
-    def _prune(self) -> None:
-        """Forget the receives that are over."""
-
-        def is_open(each: _Receive) -> bool:
-            try:
-                return not each.look(self.info)
-            except Exception:
-                return False
-
-        self.open = [each for each in self.open if is_open(each)]
+    def _open_started(self) -> None:
+        """Look at the asynchronous receives one by one from here on; those that are over are forgotten."""
+        self.open = [each for each in self.open if not each.done]
+        for watched, source, k, messages in self.started:
+            if _runs(watched):
+                receive = _Receive(source, messages)
+                receive.k = k
+                receive.work = watched
+                receive.number = watched.numbers[0]
+                self.open.append(receive)
+        self.started = []
 
     @staticmethod
     def _tell(recorder: Recorder, receive: _Receive) -> None:
@@ -255,28 +267,33 @@ class _Path:
         tag: 0 where the backend matches messages whatever their tags.
         k: number of the next message that is sent.
         channel: the receives of the group on the tag; None where this rank sends.
-        again: the group has the name of an earlier one of this initialization: its numbers would name two messages.
+        lost: no number can be given, see `_Counts`.
     """
 
-    __slots__ = ("again", "channel", "info", "k", "peer", "tag")
+    __slots__ = ("channel", "info", "k", "lost", "peer", "tag")
 
-    def __init__(self, info: GroupInfo, peer: int, tag: int, channel: _Channel | None, again: bool) -> None:
+    def __init__(self, info: GroupInfo, peer: int, tag: int, channel: _Channel | None, lost: bool) -> None:
         self.info = info
         self.peer = peer
         self.tag = tag
         self.k = 0
         self.channel = channel
-        self.again = again
+        self.lost = lost
 
 
 class _Counts:
-    """The messages of one group, from and to this rank."""
+    """The messages of one group, from and to this rank.
 
-    __slots__ = ("again", "channels", "info", "paths", "sends")
+    Attributes:
+        lost: no numbers can be given. The group has the name of an earlier one of this initialization, so that they
+            would name two messages; or it uses ever new tags, more than are kept.
+    """
 
-    def __init__(self, info: GroupInfo, again: bool) -> None:
+    __slots__ = ("channels", "info", "lost", "paths", "sends")
+
+    def __init__(self, info: GroupInfo, lost: bool) -> None:
         self.info = info
-        self.again = again
+        self.lost = lost
         self.channels: dict[int, _Channel] = {}
         self.sends: dict[tuple[int, int], _Path] = {}
         # As calls name them: kind, peer, peer in the group, tag, on a device.
@@ -287,6 +304,11 @@ class _Counts:
     ) -> _Path:
         """The way that a call names for the first time."""
         key = (kind, peer, peer_in_group, tag, device)
+        if len(self.paths) >= _MANY_PATHS:
+            self.lost = True
+            self.paths.clear()
+            self.sends.clear()
+            self.channels.clear()
         if peer is None:
             peer = -1 if peer_in_group is None else self.info.ranks[peer_in_group]
         if tag and _ignores_tags(group, device):
@@ -294,12 +316,12 @@ class _Counts:
         if kind is Kind.SEND:
             found = self.sends.get((peer, tag))
             if found is None:
-                found = self.sends[peer, tag] = _Path(self.info, peer, tag, None, self.again)
+                found = self.sends[peer, tag] = _Path(self.info, peer, tag, None, self.lost)
         else:
             channel = self.channels.get(tag)
             if channel is None:
                 channel = self.channels[tag] = _Channel(self.info)
-            found = _Path(self.info, peer, tag, channel, self.again)
+            found = _Path(self.info, peer, tag, channel, self.lost)
         self.paths[key] = found
         return found
 
@@ -420,6 +442,12 @@ class _Transfer:
             self.dtype,
         )
 
+    def not_recorded(self) -> None:
+        """It was started and is not recorded, so that nobody will know whether it is over."""
+        channel = self.path.channel
+        if channel is not None and not self.flags & _ENQUEUE:  # no backend of device tensors receives from any source
+            channel.unseen = True
+
     def finish(
         self, recorder: Recorder, state: ThreadState, name: int, flags: int, result: Any, failure: str = ""
     ) -> int:
@@ -446,10 +474,10 @@ class _Transfer:
                 receive.doubtful = True
                 flags |= _AMBIGUOUS
         if not recorder.communication:
-            if channel is not None and work is not None and not self.flags & _ENQUEUE:
-                channel.unseen = True
+            if work is not None and receive is None:
+                self.not_recorded()
             return -1
-        if path.again or lost_since == recorder.init:
+        if path.lost or lost_since == recorder.init:
             flags |= _AMBIGUOUS
         number = recorder.record(
             self.kind,
@@ -468,13 +496,12 @@ class _Transfer:
             recorder.strings.id(failure) if failure else 0,
             end - self.start,
         )
-        if channel is not None and work is not None and receive is None and not self.flags & _ENQUEUE:
-            receive = _Receive(peer, self.messages)  # no backend of device tensors receives from any source
-            receive.k = k
-            receive.work = weakref.ref(work)
-            channel.keep(receive)
         if receive is not None:
             receive.number = number
+        if number >= 0 and work is not None:
+            _comm.watch(work, (number,))
+            if channel is not None and receive is None and not self.flags & _ENQUEUE:
+                channel.keep(_comm.pending[id(work)], peer, k, self.messages)
         return number
 
 
@@ -633,11 +660,11 @@ def _ended(
         recorder.live.leave(state.slot)
         if not failure:
             transfer.count()
-        if not recorder.communication and transfer.path.channel is None:
+        if not recorder.communication and transfer.receive is None:
+            if flags & _ASYNC:
+                transfer.not_recorded()
             return
-        number = transfer.finish(recorder, state, name, flags, result, failure)
-        if number >= 0 and isinstance(result, _comm.c10d.Work):
-            _comm.watch(result, (number,))
+        transfer.finish(recorder, state, name, flags, result, failure)
     except Exception as error:
         _lose_count(recorder)
         site.fault(error)
@@ -714,12 +741,7 @@ def _batch_ended(
             transfer.finish(recorder, state, name, flags, result, failure)
             for (transfer, name), result in zip(transfers, results, strict=True)
         ]
-        if not works or not numbers or numbers[0] < 0:
-            return
-        if each_has_one:
-            for work, number in zip(works, numbers, strict=True):
-                _comm.watch(work, (number,))
-        else:
+        if works and numbers[0] >= 0 and not each_has_one:
             for work in works:
                 _comm.watch(work, tuple(numbers))
     except Exception as error:

@@ -6,15 +6,19 @@ of backward, steps its optimizer and does some other things. What a hook would s
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from synthetic import WALL_0, Writer, write_run
+import numpy as np
+from synthetic import WALL_0, Writer, at, segment_header, write_run
 
+from lens_auto.recorder import layout
 from lens_auto.recorder.layout import Flag, Kind
+from lens_auto.recorder.read import RECORD_DTYPE
 
 Extra = Callable[[int, int], float]  # rank, iteration -> milliseconds
 
@@ -154,3 +158,82 @@ class Job:
             latest = max(writer.now for writer in self.writers)
             for writer in self.writers:
                 writer.now = latest
+
+
+def write_large(folder: Path, ranks: int = 8, iterations: int = 10_000) -> int:
+    """Write a run of 40 records an iteration and rank, columns at a time; how many records it has.
+
+    An iteration takes 20 ms: a fetch, 14 blocking and 8 asynchronous collectives with their waits, two sends and two
+    receives, backward with what its reducer says, a step. Rank 3 fetches for 4 ms longer.
+    """
+    strings = [
+        "all_reduce",
+        "0",
+        "all_gather_into_tensor",
+        "wait",
+        "isend",
+        "irecv",
+        "backward",
+        "communication",
+        "SGD",
+    ]
+    template: list[tuple[Kind, float, float, dict[str, Any]]] = [(Kind.FETCH, 0.0, 1.0, {"a": 1, "seq": 0})]
+    for number in range(14):
+        template.append(
+            (Kind.COLLECTIVE, 1.2 + 0.4 * number, 1.4 + 0.4 * number, {"name": 1, "group": 2, "seq": number})
+        )
+    for number in range(8):
+        begin = 7.0 + 0.5 * number
+        fields = {"name": 3, "group": 2, "seq": 14 + number, "flags": Flag.SPAN | Flag.ASYNC}
+        template.append((Kind.COLLECTIVE, begin, begin + 0.01, fields))
+        template.append((Kind.WAIT, begin + 0.3, begin + 0.4, {"name": 4, "ref": len(template)}))
+    for number in range(2):
+        template.append((Kind.SEND, 11.2 + 0.3 * number, 11.3 + 0.3 * number, {"name": 5, "group": 2, "seq": number}))
+        template.append((Kind.RECV, 11.3 + 0.3 * number, 11.4 + 0.3 * number, {"name": 6, "group": 2, "seq": number}))
+    template += [
+        (Kind.BACKWARD, 12.0, 17.0, {}),
+        (Kind.DDP, 12.0, 16.0, {"name": 7}),
+        (Kind.DDP, 13.0, 17.0, {"name": 8}),
+        (Kind.OPTIMIZER_STEP, 17.5, 19.0, {"name": 9, "b": 1}),
+        (Kind.BOUNDARY, 19.0, 19.0, {}),
+    ]
+    assert len(template) == 40
+    write_run(folder)
+    generator = np.random.default_rng(1)
+    for rank in range(ranks):
+        writer = Writer(rank=rank, world_size=ranks, pid=100 + rank, nonce=(100 + rank) << 40, strings=list(strings))
+        data = np.zeros((iterations, len(template)), dtype=RECORD_DTYPE)
+        begins = at(10) + np.arange(iterations, dtype=np.int64) * 24_000_000
+        for place, (kind, begin, end, fields) in enumerate(template):
+            column = data[:, place]
+            # Until the first collective only rank 3 is late; it lets all go together.
+            came_late = place > 1 or (place == 1 and rank == 3)
+            left_late = place > 0 or rank == 3
+            jitter = generator.integers(0, 50_000, iterations) if kind is Kind.FETCH else 0
+            column["start_ns"] = begins + round(begin * 1e6) + 4_000_000 * came_late
+            column["end_ns"] = begins + round(end * 1e6) + 4_000_000 * left_late + jitter
+            column["kind"], column["flags"], column["group_size"] = kind, Flag.SPAN, ranks
+            column["peer"], column["seq"], column["init"], column["bytes"] = -1, -1, 1, 4096
+            for name, value in fields.items():
+                column[name] = value
+            if kind is Kind.COLLECTIVE:
+                column["seq"] += 22 * np.arange(iterations, dtype=np.int64)
+            if kind in (Kind.SEND, Kind.RECV):
+                column["seq"] += 2 * np.arange(iterations, dtype=np.int64)
+                column["peer"] = (rank + 1) % ranks if kind is Kind.SEND else (rank - 1) % ranks
+            if kind is Kind.WAIT:
+                column["ref"] += np.arange(iterations, dtype=np.uint64) * np.uint64(len(template))
+        whole = data.reshape(-1)
+        whole["commit"] = np.arange(len(whole)) % layout.SEGMENT_RECORDS + 1
+        writer.now = 24.0 * iterations + 100
+        writer.extra = {"records": len(whole)}
+        place_of = folder / layout.RANKS_DIR / writer.name
+        place_of.mkdir(parents=True)
+        (place_of / layout.WRITER_NAME).write_text(json.dumps(writer.info(folder)))
+        (place_of / layout.STRINGS_NAME).write_bytes(writer.strings_file())
+        (place_of / layout.LIVE_NAME).write_bytes(writer.live())
+        for number in range(-(-len(whole) // layout.SEGMENT_RECORDS)):
+            part = whole[number * layout.SEGMENT_RECORDS : (number + 1) * layout.SEGMENT_RECORDS]
+            header = segment_header(number, writer.nonce, writer.pid, rank)
+            (place_of / layout.segment_name(number)).write_bytes(header + part.tobytes())
+    return ranks * iterations * len(template)

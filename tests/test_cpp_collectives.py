@@ -292,6 +292,10 @@ def test_the_communication_table_has_them_all(recorded: Recorded) -> None:
         wanted = Counter(of_entry(recorded, rank, entry)[0].name for entry in listed_here)
         wanted["all_gather_object"] = 1
         assert {name: counts[name] for name in wanted} == dict(wanted)
+        # beside them the reducer's own times, one for each iteration; their bytes are those of the operations above
+        (reducer,) = [each for each in writer.operations if each.name == "ddp.communication"]
+        assert (reducer.count, reducer.bytes, len(reducer.duration_ns)) == (STEPS, 0, STEPS)
+        assert reducer.exposed_ns > 0
 
 
 def test_losses_are_the_same_without_us(recorded: Recorded) -> None:

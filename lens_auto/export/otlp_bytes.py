@@ -42,7 +42,7 @@ def _long_varint(value: int) -> bytes:
     return bytes(found)
 
 
-_TABLE = 1 << 12
+_TABLE = 1 << 14  # two bytes hold no more
 _VARINTS = [_long_varint(value) for value in range(_TABLE)]
 
 

@@ -92,7 +92,7 @@ def exports(config: NemoLensConfig, rank: int, world_size: int) -> bool:
 
 
 def decided(config: NemoLensConfig, info: WriterInfo) -> bool | None:
-    """Whether a rank that is gone exports: what it said itself, else what a built-in strategy says; None: nobody knows."""
+    """Whether a rank that is gone exports: what it said, else what a built-in strategy says; None: nobody knows."""
     said = info.raw.get("exports")
     if said is not None:
         return bool(said)

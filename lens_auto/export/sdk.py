@@ -29,7 +29,9 @@ def to_sdk(span: Span, resource: Resource) -> ReadableSpan:
         resource=resource,
         attributes=_attributes(span.attributes),
         links=[
-            Link(_context(int.from_bytes(link.trace_id, "big"), link.span_id, remote=True), link.attributes)
+            Link(
+                _context(int.from_bytes(link.trace_id, "big"), link.span_id, remote=True), _attributes(link.attributes)
+            )
             for link in span.links
         ],
         kind=SpanKind.INTERNAL,
@@ -46,7 +48,10 @@ def _context(trace_id: int, span_id: bytes, remote: bool) -> SpanContext:
 
 def _attributes(attributes: dict[str, Any]) -> dict[str, Any]:
     """OTLP holds integers of 64 bits; a counter of ours is unsigned."""
-    return {key: min(value, _INT64_MAX) if type(value) is int else value for key, value in attributes.items()}
+    return {
+        key: max(min(value, _INT64_MAX), -_INT64_MAX - 1) if type(value) is int else value
+        for key, value in attributes.items()
+    }
 
 
 def resource_from(attributes: dict[str, Any]) -> Resource:

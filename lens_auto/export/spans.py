@@ -8,13 +8,14 @@ iteration.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from lens_auto import semconv
+from lens_auto.export import pipeline_spans
 from lens_auto.groups import TrainingSpanGroup as Group
 from lens_auto.iteration.rule import Int64Array, Iterations, Mask, find_iterations
 from lens_auto.recorder import ids
@@ -29,6 +30,8 @@ _KEEP_BYTES = 256 << 20
 
 _JOB_KINDS = (Kind.CHECKPOINT_SAVE, Kind.CHECKPOINT_LOAD, Kind.MODEL_INIT)
 _OPERATION_KINDS = (Kind.COLLECTIVE, Kind.SEND, Kind.RECV)
+_AWAITED_KINDS = (*_OPERATION_KINDS, *pipeline_spans.TRANSFER_KINDS)
+_SEND_KINDS = (Kind.SEND, Kind.PIPELINE_SEND)
 # Plain integers: an operation on enum flags costs twenty times as much, and there are several for each span.
 _FAILED = int(Flag.FAILED)
 _EXHAUSTED = int(Flag.EXHAUSTED)
@@ -156,6 +159,7 @@ class Looked:
 
 def look_at(writer: WriterFiles, records: Records, iterations: Iterations) -> Looked:
     """Say where each record of a writer belongs."""
+    records = replace(records, data=pipeline_spans.apply_receive_sources(records.data, records.numbers))
     seed = writer.info.seed if writer.info.seed is not None else ids.own_seed(writer.info.nonce)
     return Looked(writer, records, iterations, seed, _Place(writer, records, iterations, seed))
 
@@ -205,7 +209,7 @@ class _Survey:
 def _sends(looked: Looked) -> tuple[npt.NDArray[np.uint64], Int64Array]:
     """Ids of a writer's sends, and the iteration whose trace each lies in (-1: the job's)."""
     data = looked.records.data
-    rows = np.flatnonzero((data["kind"] == Kind.SEND) & ((data["flags"] & Flag.SPAN) != 0))
+    rows = np.flatnonzero(np.isin(data["kind"], _SEND_KINDS) & ((data["flags"] & Flag.SPAN) != 0))
     found = np.array(
         [int.from_bytes(looked.place.send_id(row) or b"", "big") for row in rows.tolist()], dtype=np.uint64
     )
@@ -286,16 +290,40 @@ class _Place:
     def send_id(self, row: int) -> bytes | None:
         """The derived id of a send, that the receiver computes too; None where it cannot be told."""
         record = self._data[row]
+        if int(record["kind"]) == Kind.PIPELINE_SEND:
+            return self._pipeline_send_id(row)
         rank, peer, k = self._writer.info.rank, int(record["peer"]), int(record["seq"])
         if rank < 0 or peer < 0 or k < 0 or int(record["flags"]) & _AMBIGUOUS:
             return None
         group = self._writer.string(int(record["group"]))
         found = ids.send_span_id(self._seed, group, int(record["init"]), rank, peer, int(record["tag"]), k)
-        # Damaged or repeated numbers must not give two spans one id: the first keeps it.
-        return found if self._used.setdefault(found, row) == row else None
+        return self._first(found, row)
+
+    def _pipeline_send_id(self, row: int) -> bytes | None:
+        record = _Record._make(self._data[row].tolist())
+        text = self._writer.string
+        rank = self._writer.info.rank
+        found = pipeline_spans.send_span_id(record, self._seed, rank, text(record.group), text(record.name))
+        return None if found is None else self._first(found, row)
+
+    def _first(self, span_id: bytes, row: int) -> bytes | None:
+        """Damaged or repeated numbers must not give two spans one id: the first keeps it."""
+        return span_id if self._used.setdefault(span_id, row) == row else None
 
 
 # --- the spans of one writer ------------------------------------------------------------------------------------------
+
+
+class _Wait(NamedTuple):
+    """A wait: its row, and what of it goes into the span of what it completes."""
+
+    row: int
+    start_ns: int
+    end_ns: int
+    flags: int
+    thread: int
+    exposed_ns: int
+    detail: int
 
 
 class _Waits:
@@ -308,10 +336,12 @@ class _Waits:
         operation = np.searchsorted(records.numbers, wanted)
         operation[operation == len(data)] = 0
         found = (records.numbers[operation] == wanted) if len(data) else np.zeros(0, dtype=np.bool_)
-        found &= np.isin(data["kind"][operation], _OPERATION_KINDS)
-        self.of: dict[int, list[int]] = {}
-        for row, target in zip(rows[found].tolist(), operation[found].tolist(), strict=True):
-            self.of.setdefault(target, []).append(row)
+        found &= np.isin(data["kind"][operation], _AWAITED_KINDS)
+        rows = rows[found]
+        self.of: dict[int, list[_Wait]] = {}
+        columns = (data[name][rows].tolist() for name in _Wait._fields[1:])
+        for target, *wait in zip(operation[found].tolist(), rows.tolist(), *columns, strict=True):
+            self.of.setdefault(target, []).append(_Wait._make(wait))
 
 
 @dataclass(frozen=True)
@@ -367,6 +397,7 @@ class SpanMaker:
         self._job_trace = ids.job_trace_id(looked.seed)
         self._traces: dict[int, bytes] = {}
         self._roots: dict[int, bytes] = {}
+        self._wall_ns = self._info.clock.wall(0)
         self._waits = _Waits(looked.records)
         self._rows = self._span_rows()
         tiles = looked.iterations.tiles
@@ -394,7 +425,7 @@ class SpanMaker:
         if self._part.held:
             in_part &= ~np.isin(self._numbers, np.array(sorted(self._part.held), dtype=np.int64))
         spanned = in_part.tolist()
-        merged = {row for operation, rows in self._waits.of.items() if spanned[operation] for row in rows}
+        merged = {wait.row for operation, waits in self._waits.of.items() if spanned[operation] for wait in waits}
         return [row for row, wanted in enumerate(spanned) if wanted and row not in merged]
 
     def spans(self) -> Iterator[Span]:
@@ -537,7 +568,7 @@ class SpanMaker:
                 strict=True,
             ):
                 record = _Record._make(values)
-                span_id = (place.send_id(row) if record.kind == Kind.SEND else None) or place.record_id(row)
+                span_id = (place.send_id(row) if record.kind in _SEND_KINDS else None) or place.record_id(row)
                 parent_id = place.tile_id[tile] if tile >= 0 and place.tile_in_job[tile] == in_job else None
                 if parent_id is None or parent_id == span_id:
                     parent_id = self._parent(in_job, iteration)
@@ -555,10 +586,12 @@ class SpanMaker:
                     span.links = self._iteration_link(iteration)
                 if record.flags & _FAILED:
                     self._fail(span, record.detail)
-                if record.kind in _OPERATION_KINDS:
+                if record.kind in _AWAITED_KINDS:
                     self._complete(span, row, record)
                 if record.kind == Kind.RECV:
                     self._link_to_send(span, record, iteration, in_job)
+                elif record.kind == Kind.PIPELINE_RECV:
+                    self._link_pipeline(span, record, iteration, in_job)
                 yield span
 
     def _describe(self, record: _Record) -> tuple[str, dict[str, AttributeValue]]:
@@ -569,6 +602,10 @@ class SpanMaker:
         if kind in _OPERATION_KINDS or kind in (Kind.PROCESS_GROUP, Kind.WAIT):
             self._describe_communication(record, attributes)
             return semconv.SPAN_DISTRIBUTED_PREFIX + (text(record.name) or "unknown"), attributes
+        if kind in pipeline_spans.KINDS:
+            group, dtype = text(record.group), text(record.dtype)
+            attributes.update(pipeline_spans.attributes(record, self._info.rank, group, dtype))
+            return pipeline_spans.span_name(record, text(record.name)), attributes
         if kind in (Kind.FETCH, Kind.LOADER_START):
             attributes[semconv.CODE_FUNCTION_NAME] = text(record.name)
             attributes[semconv.DL_LOADER_WORKERS] = record.b
@@ -684,15 +721,13 @@ class SpanMaker:
         exposed_ns = _held_ns(record.start_ns, record.end_ns, record.exposed_ns) if record.thread == thread else 0
         enqueued = record.flags & _ENQUEUE
         waits = self._waits.of.get(row, ())
-        for at in waits:
-            wait = self._data[at]
-            flags = int(wait["flags"])
-            enqueued |= flags & _ENQUEUE
-            span.end_ns = max(span.end_ns, self._info.clock.wall(int(wait["end_ns"])))
-            if int(wait["thread"]) == thread:
-                exposed_ns += _held_ns(int(wait["start_ns"]), int(wait["end_ns"]), int(wait["exposed_ns"]))
-            if flags & _FAILED:
-                self._fail(span, int(wait["detail"]))
+        for wait in waits:
+            enqueued |= wait.flags & _ENQUEUE
+            span.end_ns = max(span.end_ns, wait.end_ns + self._wall_ns)
+            if wait.thread == thread:
+                exposed_ns += _held_ns(wait.start_ns, wait.end_ns, wait.exposed_ns)
+            if wait.flags & _FAILED:
+                self._fail(span, wait.detail)
         if record.flags & _END_UNKNOWN or (record.flags & _ASYNC and not waits):
             span.attributes[semconv.DL_COMM_END] = semconv.DL_COMM_END_UNKNOWN
         if record.flags & _FLIGHT:  # it says that the operation exists, not who waited for it
@@ -709,7 +744,23 @@ class SpanMaker:
             return
         group = self._writer.string(record.group)
         sent = ids.send_span_id(self._seed, group, record.init, record.peer, rank, record.tag, record.seq)
-        there = self._survey.send_iteration(sent, record.peer, -1 if in_job else iteration)
+        self._link_to(span, sent, record.peer, iteration, in_job)
+
+    def _link_pipeline(self, span: Span, record: _Record, iteration: int, in_job: bool) -> None:
+        """A receive of a pipeline links to the sender's span and to rank 0's iteration."""
+        text = self._writer.string
+        sent = pipeline_spans.sender_span_id(record, self._seed, text(record.group), text(record.name))
+        if sent is None:
+            span.attributes[semconv.DL_COMM_LINK] = semconv.DL_COMM_LINK_AMBIGUOUS
+        else:
+            self._link_to(span, sent, record.peer, iteration, in_job)
+        if iteration >= 0 and self._agreed:
+            first = ids.iteration_span_id(self._seed, iteration, 0)
+            exported = self._survey.has_first(self._seed, iteration)
+            span.links.append(_link(self._trace(iteration), first, exported=exported))
+
+    def _link_to(self, span: Span, sent: bytes, sender: int, iteration: int, in_job: bool) -> None:
+        there = self._survey.send_iteration(sent, sender, -1 if in_job else iteration)
         if there is not None:
             span.links.append(_link(self._trace(there), sent, exported=True))
         elif self._agreed:
@@ -735,10 +786,11 @@ class SpanMaker:
         """A span from monotonic stamps; one without an end of its own is empty and says that it is cut off."""
         if not end_ns:
             attributes[semconv.NEMO_SPAN_TRUNCATED] = True
-        clock = self._info.clock
-        start = max(0, clock.wall(start_ns))
-        end = max(start, clock.wall(max(start_ns, end_ns)))
-        return Span(trace_id, span_id, parent_id, name, start, end, attributes, links or [])
+        start = start_ns + self._wall_ns
+        if start < 0:
+            start = 0
+        end = end_ns + self._wall_ns
+        return Span(trace_id, span_id, parent_id, name, start, end if end > start else start, attributes, links or [])
 
 
 def _link(trace_id: bytes, span_id: bytes, *, exported: bool) -> Link:

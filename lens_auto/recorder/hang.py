@@ -127,10 +127,18 @@ class HangWatch:
                 self.process_groups = [*self.process_groups, facts]
                 self._keeper.touch()
             try:
-                transfers = self._recorder.transfers.get(group.name, (0,))[0]
-                self._recorder.live.issued(index, max(0, group.issued() - transfers))
+                self._recorder.live.issued(index, max(0, group.issued() - self._transfers(group.name)))
             except Exception:  # a backend that does not count
                 continue
+
+    def _transfers(self, name: str) -> int:
+        """How many of the operations that torch has counted on a group were point to point, also those under way."""
+        transfers, counts = self._recorder.transfers.get(name, (0, 0))
+        if counts:
+            strings = self._recorder.strings
+            under_way = [slot for slot in self._slots() if slot.kind in (Kind.SEND, Kind.RECV)]
+            transfers += sum(strings.text(slot.group) == name for slot in under_way)
+        return transfers
 
     def issued(self) -> int:
         """Operations that this rank has issued so far, on all groups, also those that are gone."""

@@ -334,7 +334,7 @@ class Housekeeper:
         except OSError as error:
             self._tell(f"the run directory {self.run_dir!r} takes no more ({error.strerror or error})")
             if self.exporting is not None:
-                self.info = {**self.info, "run_dir_failed": True}  # the exporter sends from the spool
+                self.info.update({"run_dir_failed": True})  # the exporter sends from the spool
                 self.save()
             return self._spool_run()
         return self.run_dir

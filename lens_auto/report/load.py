@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lens_auto import semconv
 from lens_auto.iteration.rule import Int64Array, Iterations, Mask, find_iterations
 from lens_auto.recorder.layout import Flag, Kind, Phase
 from lens_auto.recorder.read import Records, RunDirectory, Status, WriterFiles
@@ -92,7 +93,7 @@ def load_writer(writer: WriterFiles) -> LoadedWriter:
         writer=writer,
         iterations=iterations,
         work=find_work(writer, records, iterations),
-        operations=_operations(writer, records, iterations),
+        operations=_operations(writer, records, iterations) + _reducer(writer, records, iterations),
         position=position_of(writer),
         records=len(records),
         holes=records.holes,
@@ -136,6 +137,35 @@ def _operations(writer: WriterFiles, records: Records, iterations: Iterations) -
             )
         )
     return found
+
+
+def _reducer(writer: WriterFiles, records: Records, iterations: Iterations) -> list[Operations]:
+    """The communication of DistributedDataParallel, by its own logger: one for each of its iterations.
+
+    Its operations are listed by torch's flight recorder where that is on (`c` is 0 then), without their times.
+    """
+    data = records.data
+    rows = np.flatnonzero(data["kind"] == Kind.DDP)
+    rows = (
+        rows[[writer.string(number) == "communication" for number in data["name"][rows].tolist()]]
+        if len(rows)
+        else rows
+    )
+    if not len(rows):
+        return []
+    start_ns, end_ns, exposed_ns = _times(records, rows)
+    counted_here = data["c"][rows] > 0
+    return [
+        Operations(
+            name=semconv.SPAN_DDP_PREFIX + "communication",
+            bytes=sum(data["bytes"][rows[counted_here]].tolist()),
+            duration_ns=end_ns - start_ns,
+            count=len(rows),
+            end_unknown=0,
+            exposed_ns=int(exposed_ns[iterations.record_iteration[rows] >= 0].sum()),
+            exposed_unknown=0,
+        )
+    ]
 
 
 def _times(records: Records, rows: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:

@@ -48,8 +48,9 @@ class Matched:
         iteration: numbers of the iterations compared: those that begin and end with an operation; ascending.
         operation_iteration: for each operation (rows, in order of time) the index of its iteration.
         present: which ranks met in it.
-        own_ns: [operation, rank, phase]: the rank's own work since it left the one before.
+        own_ns: [operation, rank, phase]: the rank's own work since it came to the one before.
         overlap_ns: [operation, rank]: own work between coming to an asynchronous operation and waiting for it.
+        overlap_before_ns: the same of the operation before, which is part of `own_ns`.
         fixed_ns: [operation, rank]: held by what is not matched, before it came.
         comm_ns: [operation]: from the last arrival until the operation let go.
         exposed_ns: [operation]: the part of that during which nobody worked.
@@ -67,6 +68,7 @@ class Matched:
     present: Mask
     own_ns: npt.NDArray[np.float32]
     overlap_ns: npt.NDArray[np.float32]
+    overlap_before_ns: npt.NDArray[np.float32]
     fixed_ns: npt.NDArray[np.float32]
     comm_ns: Float64Array
     exposed_ns: Float64Array
@@ -99,6 +101,7 @@ class Matched:
             present=self.present[rows],
             own_ns=self.own_ns[rows],
             overlap_ns=self.overlap_ns[rows],
+            overlap_before_ns=self.overlap_before_ns[rows],
             fixed_ns=self.fixed_ns[rows],
             comm_ns=self.comm_ns[rows],
             exposed_ns=self.exposed_ns[rows],
@@ -175,6 +178,7 @@ def _alone(writers: list[LoadedWriter], notes: Sequence[str] = ()) -> Matched:
         present=np.ones((count, ranks), dtype=np.bool_),
         own_ns=own,
         overlap_ns=np.zeros((count, ranks), dtype=np.float32),
+        overlap_before_ns=np.zeros((count, ranks), dtype=np.float32),
         fixed_ns=fixed,
         comm_ns=np.zeros(count),
         exposed_ns=fixed.min(axis=1).astype(np.float64) if ranks else np.zeros(count),
@@ -360,9 +364,11 @@ class _Matcher:
         wanted = np.isin(of_operation, iteration)
         shape = (int(np.count_nonzero(wanted)), len(self.writers))
         own = np.zeros((*shape, PHASES), dtype=np.float32)
-        overlap, fixed = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32)
+        overlap, before_ns, fixed = (np.zeros(shape, dtype=np.float32) for _ in range(3))
         for column in range(len(self.writers)):
-            self._fill(column, at[:, column], arrival[:, column], release[:, column], wanted, own, overlap, fixed)
+            self._fill(
+                column, at[:, column], arrival[:, column], release[:, column], wanted, own, overlap, before, fixed
+            )
         source = np.where(present, self._table(at, "source"), 0).max(axis=1).astype(np.uint8)[wanted]
         present, held = present[wanted], np.where(present, release - arrival, _HIGHEST)[wanted]
         comm = held.min(axis=1).astype(np.float64)
@@ -381,6 +387,7 @@ class _Matcher:
             present=present,
             own_ns=own,
             overlap_ns=overlap,
+            overlap_before_ns=before_ns,
             fixed_ns=fixed,
             comm_ns=comm,
             exposed_ns=np.maximum(exposed, 0),
@@ -402,20 +409,26 @@ class _Matcher:
         wanted: Mask,
         own: npt.NDArray[np.float32],
         overlap: npt.NDArray[np.float32],
+        before: npt.NDArray[np.float32],
         fixed: npt.NDArray[np.float32],
     ) -> None:
         """One rank's own work between the operations that it took part in."""
         there = np.flatnonzero(at >= 0)
         rows = at[there]
         came, left = self.own_arrival_ns[column][rows], self.writers[column].work.own_release_ns[rows]
-        before = np.vstack([came[:1], left[:-1]])
-        done = came - before
-        length = arrival_ns[there] - np.append(arrival_ns[there[:1]], release_ns[there[:-1]])
         seen = self.points[column]["source"][rows] == Source.COLLECTIVE
+        # Work inside of an operation overlaps it, and belongs to what comes next. Inside of a backward that ends with a
+        # collective it cannot be told from waiting.
+        done = np.zeros_like(came)
+        done[1:] = came[1:] - np.where(seen[:-1, None], came[:-1], left[:-1])
+        overlapped = np.where(seen, (left - came).sum(axis=1), 0)
+        length = arrival_ns[there] - np.append(arrival_ns[there[:1]], release_ns[there[:-1]])
+        length[1:] += overlapped[:-1]
         into = wanted[there]
         place = (np.cumsum(wanted) - 1)[there[into]]
         own[place, column] = done[into]
-        overlap[place, column] = np.where(seen, (left - came).sum(axis=1), 0)[into]
+        overlap[place, column] = overlapped[into]
+        before[place, column] = np.append(np.zeros_like(overlapped[:1]), overlapped[:-1])[into]
         fixed[place, column] = np.maximum(length - done.sum(axis=1), 0)[into]
 
 

@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lens_auto.iteration.rule import Int64Array
 from lens_auto.report.statistics import Float64Array
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lens_auto.report.match import Matched
+
+# Beyond this many operations iterations are replayed side by side also where their ends do not meet.
+_MAX_STEPS = 50_000
 
 
 class Replay:
@@ -31,7 +35,7 @@ class Replay:
         self._everybody = bool(matched.present.all())
         self._plain = not matched.overlap_ns.any()
         self._work_ns = matched.own_ns.sum(axis=2, dtype=np.float64)
-        self.recorded_ns = self.iterations(self._work_ns[None])[0]
+        self.recorded_ns = self._iterations(self._work_ns)
 
     def saved(self, changes: Sequence[Float64Array]) -> Float64Array:
         """How much shorter iterations become.
@@ -42,41 +46,56 @@ class Replay:
         Returns:
             Nanoseconds saved for each scenario (rows) and iteration (columns).
         """
-        if not changes:
-            return np.zeros((0, len(self._matched.iteration)))
-        work = np.stack([np.maximum(self._work_ns + change, 0) for change in changes])
-        saved: Float64Array = self.recorded_ns[None] - self.iterations(work)
-        return saved
+        found = np.zeros((len(changes), len(self._matched.iteration)))
+        for row, change in enumerate(changes):
+            found[row] = self.recorded_ns - self._iterations(np.maximum(self._work_ns + change, 0))
+        return found
 
-    def iterations(self, work_ns: Float64Array) -> Float64Array:
-        """Length of each iteration (columns) in some scenarios (rows) of own work [scenario, operation, rank]."""
+    def _iterations(self, work_ns: Float64Array) -> Float64Array:
+        """Length of each iteration, given own work [operation, rank]."""
         matched = self._matched
+        before: Float64Array = np.maximum(work_ns - matched.overlap_before_ns.astype(np.float64), 0)
+        before += matched.fixed_ns
         if not matched.meets:
-            length = (work_ns + matched.fixed_ns).max(axis=2, initial=0)
-            return np.stack([matched.by_iteration(each) for each in length])
+            return matched.by_iteration(before.max(axis=1, initial=0))
         if self._everybody and self._plain:
-            length = (work_ns + matched.fixed_ns).max(axis=2) + matched.comm_ns
-            return np.stack([matched.by_iteration(each) for each in length])
-        return self._step_by_step(work_ns)
+            return matched.by_iteration(before.max(axis=1) + matched.comm_ns)
+        # Where all ranks are in all operations, an iteration begins with all of them together.
+        if self._everybody or len(before) > _MAX_STEPS:
+            return self._side_by_side(before)
+        return self._step_by_step(before)
 
-    def _step_by_step(self, work_ns: Float64Array) -> Float64Array:
-        """Groups that overlap, and asynchronous operations: one operation after the other."""
+    def _side_by_side(self, before: Float64Array) -> Float64Array:
+        """All iterations at once, their first operations, then their second ones, and so on."""
         matched = self._matched
-        scenarios, operations, ranks = work_ns.shape
-        clock = np.zeros((scenarios, ranks))
-        ended = np.zeros((scenarios, len(matched.iteration)))
-        columns = [np.flatnonzero(row) for row in matched.present]
-        before = work_ns + matched.fixed_ns
-        after = matched.overlap_ns.astype(np.float64)
-        comm = matched.comm_ns.tolist()
-        last = np.flatnonzero(np.append(np.diff(matched.operation_iteration) > 0, True)).tolist()
-        iteration = 0
-        for operation in range(operations):
-            those = columns[operation]
-            came = clock[:, those] + before[:, operation, those]
-            done = came.max(axis=1, keepdims=True) + comm[operation]
-            clock[:, those] = np.maximum(came + after[operation, those], done)
-            if operation == last[iteration]:
-                ended[:, iteration] = clock.max(axis=1)
-                iteration += 1
-        return np.diff(ended, axis=1, prepend=0)
+        position = matched.operation_position
+        clock = np.zeros((len(matched.iteration), before.shape[1]))
+        order = np.argsort(position, kind="stable")
+        for rows in np.split(order, np.flatnonzero(np.diff(position[order])) + 1):
+            at = matched.operation_iteration[rows]
+            clock[at] = self._meet(clock[at], before[rows], rows)
+        found: Float64Array = clock.max(axis=1)
+        return found
+
+    def _step_by_step(self, before: Float64Array) -> Float64Array:
+        """One operation after the other: what a rank is late at the end of an iteration it is late in the next."""
+        matched = self._matched
+        clock = np.zeros((1, before.shape[1]))
+        ended = np.zeros(len(matched.iteration))
+        for operation, iteration in enumerate(matched.operation_iteration.tolist()):
+            rows = np.array([operation])
+            clock = self._meet(clock, before[rows], rows)
+            ended[iteration] = clock.max()
+        return np.diff(ended, prepend=0)
+
+    def _meet(
+        self, clock: Float64Array, before: Float64Array, rows: np.ndarray[tuple[int], np.dtype[np.int64]]
+    ) -> Float64Array:
+        """Ranks come to some operations, and leave them."""
+        matched = self._matched
+        came = clock + before
+        present = matched.present[rows]
+        done = np.where(present, came, -np.inf).max(axis=1) + matched.comm_ns[rows]
+        left = np.maximum(came + matched.overlap_ns[rows], done[:, None])
+        found: Float64Array = np.where(present, left, clock)
+        return found

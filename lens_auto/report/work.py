@@ -146,7 +146,9 @@ class _Own:
     def __init__(self, iterations: Iterations, held_start_ns: Int64Array, held_end_ns: Int64Array, *at: Int64Array):
         tiles = iterations.tiles[iterations.tiles["iteration"] >= 0]
         cuts = [tiles["start_ns"], tiles["end_ns"], held_start_ns, held_end_ns, *at, np.zeros(1, dtype=np.int64)]
-        self._edge_ns = np.unique(np.concatenate(cuts))
+        # (Sorted by hand: NumPy's unique takes twenty times as long for so many distinct values, seen in 2.4.)
+        edge_ns = np.sort(np.concatenate(cuts).astype(np.int64))
+        self._edge_ns: Int64Array = edge_ns[np.append(True, edge_ns[1:] != edge_ns[:-1])]
         piece, length_ns = self._edge_ns[:-1], np.diff(self._edge_ns)
         tile, inside = _interval_at(piece, tiles["start_ns"], tiles["end_ns"])
         _, held = _interval_at(piece, held_start_ns, held_end_ns)
