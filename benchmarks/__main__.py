@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks import exporter, helpers, hooks, memory, startup, training
+from benchmarks import carrier, exporter, helpers, hooks, memory, startup, training
 from benchmarks.budget import BUDGETS, BY_NAME, Budget, Measurement, as_json, quantity, verdict
 from benchmarks.child import ChildError
 
@@ -28,6 +28,7 @@ GROUPS: tuple[tuple[str, ModuleType], ...] = (
     ("memory", memory),
     ("exporter", exporter),
     ("training", training),
+    ("carrier", carrier),
 )
 _STYLES = {"ok": "green", "MISSED": "bold red", "FAILED": "bold red", "not measured yet": "dim"}
 

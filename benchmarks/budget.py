@@ -70,7 +70,6 @@ BUDGETS: tuple[Budget, ...] = (
         "carrier: time taken from the training thread, over two blocking broadcasts",
         1 / 10,
         "x",
-        measured=False,
     ),
     Budget("exporter", "exporter process: CPU per span, over SDK span and stock encoder", 1 / 2, "x"),
     Budget("exporter-http", "the same over OTLP/HTTP", 1 / 2, "x"),

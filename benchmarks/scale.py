@@ -1,7 +1,7 @@
 """What agreement and carrier cost at 2, 8 and 64 processes: store and gloo alone, no model. `make scale`.
 
-One process imports torch and forks the others, so that 64 of them fit on a small machine. All share two cores there: CPU
-time per process is the figure to look at, wall-clock times are an upper bound.
+One process imports torch and forks the others, so that 64 of them fit on a small machine. All share its cores: CPU time
+per process is the figure to look at, wall-clock times are an upper bound.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _rank(rank: int, world_size: int, pipe: Connection) -> None:
         agreement.step()
         time.sleep(0.02)
     agreed = time.monotonic()
-    iteration = 0
+    number = 0
     arrivals: list[float] = []
 
     def arrived(_number: int, carrier: dict[str, str], _switches: list[Any], _expected: int) -> None:
@@ -95,7 +95,7 @@ def _rank(rank: int, world_size: int, pipe: Connection) -> None:
         "scale",
         rank,
         world_size,
-        lambda: iteration,
+        lambda: number,
         lambda _number: ({"traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-01", "tracestate": f"t={boundary}"}, []),
         arrived,
     )
@@ -105,7 +105,7 @@ def _rank(rank: int, world_size: int, pipe: Connection) -> None:
         time.sleep(0.01)
     running = time.monotonic()
     cpu_before = time.process_time()
-    for iteration in range(1, ITERATIONS + 1):
+    for number in range(1, ITERATIONS + 1):  # noqa: B007 - the carrier asks for it
         boundary = time.monotonic()
         carrier.boundary.set()
         time.sleep(ITERATION_S)

@@ -7,15 +7,18 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from instrumentors import _comm
+from instrumentors import _comm, point_to_point
 from instrumentors._patch import Hook, LensInstrumentor, Patches
-from instrumentors.collectives import communication_site
-from lens_auto import runtime
+from lens_auto import guard, runtime
 from lens_auto.guard import Site
 from lens_auto.recorder.layout import Flag, Kind
 
 _now = time.monotonic_ns
 _WAIT = int(Kind.WAIT)
+
+
+def _wanted() -> bool:
+    return not runtime.groups.isdisjoint(("communication", "pipeline")) or runtime.watching()
 
 
 def _hook(site: Site) -> Hook:
@@ -47,6 +50,11 @@ def _hook(site: Site) -> Hook:
         finally:
             state.depth = 0
         _ended(recorder, state, numbers, name, start, site, None)
+        if point_to_point.doubted:  # the work knows now whose message it took
+            try:
+                point_to_point.settle(recorder)
+            except Exception as error:
+                site.fault(error)
         return result
 
     return hook
@@ -88,5 +96,5 @@ class WorkInstrumentor(LensInstrumentor):
     @staticmethod
     def _install(module: ModuleType, patches: Patches) -> None:
         _comm.bind(module)
-        site = communication_site("torch.distributed.Work.wait")
+        site = guard.site("torch.distributed.Work.wait", _wanted)
         patches.wrap(module.Work, "wait", _hook(site), site)

@@ -77,8 +77,21 @@ def _options(
 
 
 @app.command()
-def report(run_dir: RunDir = None, as_json: AsJson = False) -> None:
-    """Show where a run's iterations went, which ranks died, and what was lost; also while it runs."""
+def report(
+    run_dir: RunDir = None,
+    as_json: AsJson = False,
+    sql: Annotated[
+        str | None,
+        typer.Option(
+            "--sql",
+            metavar="QUERY",
+            help="Print the result of a query instead; tables: ranks, iterations, work, phases, operations, meetings,"
+            " findings, what_if.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Say what slows a run down, and show where its iterations went, which ranks died, and what was lost."""
     from lens_auto.report.load import load
     from lens_auto.report.summary import summarize
 
@@ -87,12 +100,26 @@ def report(run_dir: RunDir = None, as_json: AsJson = False) -> None:
         with _progress("reading", len(run.writers)) as advance:
             loaded = load(run, advance)
         summary = summarize(run, loaded, problems)
+        if sql is not None:
+            _query(sql, summary, loaded, as_json)
+            return
     if as_json:
         _print_json(summary.to_json())
         return
     from lens_auto.report.text import console, render
 
     render(summary, console())
+
+
+def _query(text: str, summary: Any, loaded: Any, as_json: bool) -> None:
+    from lens_auto.report import tables
+    from lens_auto.report.text import console
+
+    names, rows = tables.Tables(summary, loaded).query(text)
+    if as_json:
+        _print_json([dict(zip(names, row, strict=True)) for row in rows])
+    else:
+        tables.render(names, rows, console())
 
 
 @app.command()

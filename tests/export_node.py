@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -83,24 +84,29 @@ class Exporter:
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
-        self._started = time.monotonic()
+        self._started = self._ended = time.monotonic()
+        self._peak_bytes = 0
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
 
     def wait(self, timeout_s: float = 30) -> Ended:
         """Wait for its end."""
-        deadline = time.monotonic() + timeout_s
-        peak = 0
+        self._watcher.join(timeout_s)
+        if self._watcher.is_alive():
+            self.kill()
+            raise AssertionError(f"the exporter still ran after {timeout_s} s")
+        return Ended(self.process.returncode, self._ended - self._started, self._peak_bytes)
+
+    def _watch(self) -> None:
         while self.process.poll() is None:
-            if time.monotonic() > deadline:
-                self.kill()
-                raise AssertionError(f"the exporter still ran after {timeout_s} s")
-            peak = max(peak, status_bytes(self.process.pid, "VmHWM"))
+            self._peak_bytes = max(self._peak_bytes, status_bytes(self.process.pid, "VmHWM"))
             time.sleep(0.02)
-        return Ended(self.process.returncode, time.monotonic() - self._started, peak)
+        self._ended = time.monotonic()
 
     def kill(self) -> None:
         """SIGKILL."""
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(10)
+        self._watcher.join(10)
 
 
 class Node:

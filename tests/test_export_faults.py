@@ -69,29 +69,38 @@ class Case:
         self.check_all_received()
 
 
-Cases = Callable[..., list[Case]]
+def at_once(what: Callable[[Case], None], made: list[Case]) -> None:
+    """Do something with several cases side by side."""
+    with ThreadPoolExecutor(len(made)) as pool:
+        list(pool.map(what, made))
+
+
+class Maker:
+    """Makes cases in a folder, one for each protocol."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self._folder = folder
+        self._stack = stack
+
+    def __call__(self, iterations: int = 100, *, name: str = "", **receiver: bool) -> list[Case]:
+        made = []
+        for protocol in PROTOCOLS:
+            node = Node(self._folder / name / protocol, rank(0, iterations), rank(1, iterations))
+            self._stack.callback(node.close)
+            made.append(Case(node, self._stack.enter_context(Receiver(protocol, **receiver)), node.recorded()))
+        return made
 
 
 @pytest.fixture
-def cases(tmp_path: Path) -> Iterator[Cases]:
-    """Makes a case for each protocol."""
+def cases(tmp_path: Path) -> Iterator[Maker]:
     with contextlib.ExitStack() as stack:
-
-        def make(iterations: int = 100, *, name: str = "", **receiver: bool) -> list[Case]:
-            made = []
-            for protocol in PROTOCOLS:
-                node = Node(tmp_path / name / protocol, rank(0, iterations), rank(1, iterations))
-                stack.callback(node.close)
-                made.append(Case(node, stack.enter_context(Receiver(protocol, **receiver)), node.recorded()))
-            return made
-
-        yield make
+        yield Maker(tmp_path, stack)
 
 
 # --- the endpoint comes back ------------------------------------------------------------------------------------------
 
 
-def test_down_at_start(cases: Cases) -> None:
+def test_down_at_start(cases: Maker) -> None:
     made = cases(down=True)
     for case in made:
         case.start()
@@ -106,14 +115,17 @@ def test_down_at_start(cases: Cases) -> None:
 
 
 @pytest.mark.parametrize("fault", ["down", "reset"])
-def test_gone_in_the_middle(cases: Cases, fault: str) -> None:
+def test_gone_in_the_middle(cases: Maker, fault: str) -> None:
     made = cases()
     for case in made:
         case.receiver.slow(0.001)
         case.start()
-    for case in made:
+
+    def leave(case: Case) -> None:
         case.receiver.wait_for(1)
         getattr(case.receiver, fault)()
+
+    at_once(leave, made)
     for case in made:
         case.wait_for_failure()
         case.check()
@@ -124,7 +136,7 @@ def test_gone_in_the_middle(cases: Cases, fault: str) -> None:
         case.check_all_received()
 
 
-def test_retry_after(cases: Cases) -> None:
+def test_retry_after(cases: Maker) -> None:
     """The endpoint asks to be left alone for a second, twice; that is longer than the lane's own pause."""
     made = {status: cases(name=str(status)) for status in (429, 503)}
     for status, each in made.items():
@@ -141,7 +153,7 @@ def test_retry_after(cases: Cases) -> None:
         assert all(1 <= wait_s < 2 for wait_s in waits_s), waits_s
 
 
-def test_everything_is_invalid(cases: Cases) -> None:
+def test_everything_is_invalid(cases: Maker) -> None:
     """An endpoint that has never taken anything is a wrong endpoint: nothing is dropped."""
     made = cases()
     for case in made:
@@ -152,15 +164,18 @@ def test_everything_is_invalid(cases: Cases) -> None:
         case.check_all_received()
 
 
-def test_one_span_is_invalid(cases: Cases) -> None:
+def test_one_span_is_invalid(cases: Maker) -> None:
     """The batch is halved down to the one that the endpoint will not take: that is dropped, and counted."""
     made = cases(200)
     for case in made:
         case.receiver.slow(0.001)
         case.start()
-    for case in made:
+
+    def refuse_the_second_batch(case: Case) -> None:
         case.receiver.wait_for(BATCH_SPANS)
-        case.receiver.status(400, times=BATCH_SPANS.bit_length())  # the second batch, its first half, and so on
+        case.receiver.status(400, times=BATCH_SPANS.bit_length())  # all of it, its first half, and so on
+
+    at_once(refuse_the_second_batch, made)
     for case in made:
         case.wait()
         case.check()
@@ -172,41 +187,56 @@ def test_one_span_is_invalid(cases: Cases) -> None:
 # --- the endpoint stays away: the exporter ends in bounded time, the rest is recovered --------------------------------
 
 
-def test_no_answer_to_the_end(cases: Cases) -> None:
-    """It hangs, speaks another protocol, has a certificate that nobody trusts, or wants TLS and is not offered it."""
+LINGERS_S, ANSWERS_S = 5.0, 1.3
+
+
+@pytest.fixture(scope="module")
+def away(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Case]]]:
+    """Exporters of endpoints that stay away, all running at the same time."""
     bound = {LINGER: "1", TIMEOUT: "1"}
-    made = []
-    for fault in ("hang", "wrong_protocol"):
-        for case in cases(name=fault):
-            getattr(case.receiver, fault)()
+    with contextlib.ExitStack() as stack:
+        make = Maker(tmp_path_factory.mktemp("away"), stack)
+        made = {
+            "hang": make(name="hang"),
+            "wrong_protocol": make(name="wrong_protocol"),
+            "certificate": make(name="certificate", tls=True),
+            "scheme": make(name="scheme", tls=True),
+            "slow": make(4, name="slow"),
+        }
+        for case in made["slow"]:
+            case.receiver.slow(1.0)
+            case.start(**{LINGER: str(LINGERS_S), TIMEOUT: str(ANSWERS_S)})
+        for case in made["hang"]:
+            case.receiver.hang()
             case.start(**bound)
-            made.append(case)
-    for case in cases(name="certificate", tls=True):
-        right = case.receiver.environment()
-        case.start({name: value for name, value in right.items() if not name.endswith("_CERTIFICATE")}, **bound)
-        made.append(case)
-    for case in cases(name="scheme", tls=True):
-        endpoint = case.receiver.endpoint.replace("https", "http")
-        case.start({**case.receiver.environment(), "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint}, **bound)
-        made.append(case)
-    for case in made:
-        assert case.wait().took_s < 1 + 1 + START_S, case.node.run_dir
+        for case in made["wrong_protocol"]:
+            case.receiver.wrong_protocol()
+            case.start(**bound)
+        for case in made["certificate"]:  # one that nobody trusts
+            right = case.receiver.environment()
+            case.start({name: value for name, value in right.items() if not name.endswith("_CERTIFICATE")}, **bound)
+        for case in made["scheme"]:
+            endpoint = case.receiver.endpoint.replace("https", "http")
+            case.start({**case.receiver.environment(), "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint}, **bound)
+        yield made
+
+
+@pytest.mark.parametrize("fault", ["hang", "wrong_protocol", "certificate", "scheme"])
+def test_no_answer_to_the_end(away: dict[str, list[Case]], fault: str) -> None:
+    for case in away[fault]:
+        assert case.wait().took_s < 1 + 1 + START_S
         assert case.receiver.spans() == []
         assert case.node.kept() == len(case.recorded)
         case.check()
         case.receiver.ok()
-    with ThreadPoolExecutor(2) as pool:  # a pair is enough: what is kept is the same for all
-        list(pool.map(Case.recover, made[:2]))
+    if fault == "hang":  # once is enough: what is kept is the same for all
+        at_once(Case.recover, away[fault])
 
 
-def test_one_span_a_second(cases: Cases) -> None:
+def test_one_span_a_second(away: dict[str, list[Case]]) -> None:
     """A batch takes longer than the time for an answer: it is made smaller until something gets through."""
-    made = cases(4)
-    for case in made:
-        case.receiver.slow(1.0)
-        case.start(**{LINGER: "5", TIMEOUT: "1.3"})
-    for case in made:
-        assert case.wait().took_s < 5 + 1.3 + START_S
+    for case in away["slow"]:
+        assert case.wait().took_s < LINGERS_S + ANSWERS_S + START_S
         assert 0 < len(case.receiver.spans()) < len(case.recorded)
         case.check()
 
@@ -214,17 +244,20 @@ def test_one_span_a_second(cases: Cases) -> None:
 # --- the exporter is killed -------------------------------------------------------------------------------------------
 
 
-def test_killed_in_the_middle_of_a_batch(cases: Cases) -> None:
+def test_killed_in_the_middle_of_a_batch(cases: Maker) -> None:
     """Another exporter goes on where the first stood; the batch on its way had not been taken."""
-    made = cases()
+    made = cases(200)
     for case in made:
-        case.receiver.slow(0.002)
+        case.receiver.slow(0.001)
         case.start()
-    for case in made:
+
+    def kill(case: Case) -> None:
         case.receiver.wait_for(1)
-    time.sleep(0.3)  # what was taken is written down, the next batch takes a second
-    for case in made:
+        time.sleep(0.3)  # what was taken is written down, the next batch takes longer
         case.kill()
+
+    at_once(kill, made)
+    for case in made:
         case.check()
         assert 0 < case.node.kept() < len(case.recorded)
         case.receiver.ok()
@@ -234,15 +267,18 @@ def test_killed_in_the_middle_of_a_batch(cases: Cases) -> None:
         case.check_all_received()
 
 
-def test_killed_again_and_again_while_nobody_answers(cases: Cases) -> None:
-    made = cases()
+def test_killed_again_and_again_while_nobody_answers(cases: Maker) -> None:
+    made = cases(200)
+
+    def leave(case: Case) -> None:
+        case.receiver.wait_for(len(case.receiver.spans()) + 1)
+        case.receiver.hang()
+
     for _ in range(2):
         for case in made:
-            case.receiver.slow(0.0005)
+            case.receiver.slow(0.001)
             case.start()
-        for case in made:
-            case.receiver.wait_for(len(case.receiver.spans()) + 1)
-            case.receiver.hang()
+        at_once(leave, made)
         time.sleep(0.3)
         for case in made:
             case.kill()

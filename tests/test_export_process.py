@@ -7,7 +7,7 @@ import json
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from export_node import wait_until
 from launch import INSTRUMENT, PYTHON, RUN_RANKS, SCRIPTS, TORCHRUN, Launcher, Run, free_port
 from receiver import Receiver
 from records import read_run, read_spans
-from test_bad_input import mount  # noqa: F401  (a fixture)
 
 from lens_auto import semconv
 from lens_auto.export.kept import kept_spans
@@ -41,6 +40,9 @@ def say(**facts):
 
 def main(rank):
     dist.init_process_group("gloo")
+    if os.environ.get("NEMO_LENS_EXPORT_STRATEGY") == "even":  # when the rank has begun to record
+        from lens_auto import register_export_strategy
+        register_export_strategy("even", lambda config, rank, world_size: rank % 2 == 0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = TensorDataset(torch.ones({ITERATIONS}, 2))
@@ -282,13 +284,13 @@ def test_one_rank_killed_and_the_other_terminated(launch: Launcher, killed: Kill
     assert [span["attributes"][semconv.NEMO_SPAN_TRUNCATED] for span in jobs] == [True, True]
 
 
-def test_os_exit(launch: Launcher, killed: Killed) -> None:
-    """Without `atexit`, without destructors; of the default strategy, the last rank exports."""
+def test_os_exit_and_a_strategy_of_the_program(launch: Launcher, killed: Killed) -> None:
+    """Without `atexit`, without destructors; the program says that rank 0 exports."""
     with Receiver("grpc") as receiver:
-        environment = {**ALL, **receiver.environment(), "NEMO_LENS_EXPORT_STRATEGY": None}
+        environment = {**ALL, **receiver.environment(), "NEMO_LENS_EXPORT_STRATEGY": "even"}
         run = launch.run(*INSTRUMENT, *PYTHON, launch.program(IN_RANKS), "os._exit", env=environment)
     assert (run.code, run.survivors, run.lines) == (3, [], [])
-    assert by_rank(received(receiver)) == {1: killed.recorded[1]}
+    assert by_rank(received(receiver)) == {0: killed.recorded[0]}
     check_once(receiver)
     check_spool_is_empty(launch)
     assert list(run.run_dir.rglob("*.seg")) == []
@@ -296,6 +298,7 @@ def test_os_exit(launch: Launcher, killed: Killed) -> None:
 
 # --- file systems without room ----------------------------------------------------------------------------------------
 
+STEPS = 20_000
 ALONE = """
 import sys
 import torch
@@ -309,12 +312,57 @@ sys.exit(7)
 """
 
 
-def test_spool_that_fills_up(launch: Launcher, mount: Callable[[str], Path]) -> None:  # noqa: F811
+@dataclass
+class Alone:
+    """A single rank that ended, and what its endpoint got."""
+
+    launcher: Launcher
+    run: Run
+    receiver: Receiver
+    place: Path
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Alone]]:
+    """Three of them, side by side: a small spool, a run directory that cannot be written, a name of no exporter."""
+    steps = {"spool": STEPS, "run directory": 10, "name": 10}
+    with contextlib.ExitStack() as stack:
+        started = {}
+        for name, count in steps.items():
+            launcher = Launcher(tmp_path_factory.mktemp("alone"))
+            stack.callback(launcher.close)
+            place = launcher.folder / "mounted"
+            receiver = stack.enter_context(Receiver("http" if name == "run directory" else "grpc"))
+            environment: dict[str, str | None] = dict(receiver.environment())
+            if name == "spool":
+                mount(place, "size=6m", stack)
+                environment["NEMO_LENS_SPOOL_DIR"] = str(place)
+            elif name == "run directory":  # a container with a read-only working directory
+                mount(place, "size=1m,ro", stack)
+                environment["NEMO_LENS_RUN_DIR"] = str(place / "run")
+            else:
+                environment = {"OTEL_TRACES_EXPORTER": "jaegr"}
+            program = launcher.program(ALONE.replace("STEPS", str(count)))
+            started[name] = launcher, launcher.start((*INSTRUMENT, *PYTHON, program), environment), receiver, place
+        yield {
+            name: Alone(launcher, process.wait(), receiver, place)
+            for name, (launcher, process, receiver, place) in started.items()
+        }
+
+
+def mount(place: Path, options: str, stack: contextlib.ExitStack) -> None:
+    """Mount a memory file system for as long as the stack is open."""
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    if done.returncode != 0:
+        pytest.skip(f"mount is not permitted here: {done.stderr.strip()}")
+    stack.callback(subprocess.run, ["umount", "-l", str(place)], check=True, timeout=10)
+
+
+def test_spool_that_fills_up(alone: dict[str, Alone]) -> None:
     """The first segment fits, the second does not: what was written arrives, what was not is counted."""
-    steps = 20_000
-    with Receiver("grpc") as receiver:
-        environment = {**receiver.environment(), "NEMO_LENS_SPOOL_DIR": str(mount("size=6m"))}
-        run = launch.instrumented(ALONE.replace("STEPS", str(steps)), env=environment)
+    run, receiver = alone["spool"].run, alone["spool"].receiver
     assert (run.code, run.survivors) == (7, []), run.stderr
     (told,) = run.lines
     assert told.startswith("lens-auto: no room for records in ")
@@ -324,41 +372,38 @@ def test_spool_that_fills_up(launch: Launcher, mount: Callable[[str], Path]) -> 
     assert dropped > 0
     # A backward, then a step and a boundary each time. Only steps and the backward are spans, and a step ends each
     # iteration.
-    written = 1 + 2 * steps - dropped
+    written = 1 + 2 * STEPS - dropped
     assert names[semconv.SPAN_OPTIMIZER_STEP] == names[semconv.SPAN_ITERATION]
     assert abs(names[semconv.SPAN_OPTIMIZER_STEP] - written / 2) <= 1
     assert names[semconv.SPAN_BACKWARD] == names[semconv.SPAN_JOB] == 1
     check_once(receiver)
 
 
-def test_run_directory_that_cannot_be_written(launch: Launcher, mount: Callable[[str], Path]) -> None:  # noqa: F811
-    """A container with a read-only working directory: all is sent from the spool."""
-    wanted = mount("size=1m,ro") / "run"
-    with Receiver("http") as receiver:
-        environment = {**receiver.environment(), "NEMO_LENS_RUN_DIR": str(wanted)}
-        run = launch.instrumented(ALONE.replace("STEPS", "10"), env=environment)
+def test_run_directory_that_cannot_be_written(alone: dict[str, Alone]) -> None:
+    """All is sent from the spool, and nothing is left there."""
+    found = alone["run directory"]
+    run, receiver = found.run, found.receiver
     assert (run.code, run.survivors) == (7, []), run.stderr
-    assert len(run.lines) == 1
-    assert f"the run directory {str(wanted)!r} cannot be written" in run.lines[0]
-    names = Counter(span["name"] for span in receiver.spans())
-    assert names == {
+    (told,) = run.lines
+    assert f"the run directory {str(found.place / 'run')!r} cannot be written" in told
+    assert Counter(span["name"] for span in receiver.spans()) == {
         semconv.SPAN_JOB: 1,
         semconv.SPAN_BACKWARD: 1,
         semconv.SPAN_OPTIMIZER_STEP: 10,
         semconv.SPAN_ITERATION: 10,
     }
     check_once(receiver)
-    check_spool_is_empty(launch)
+    check_spool_is_empty(found.launcher)
 
 
-def test_bad_exporter(launch: Launcher) -> None:
+def test_a_name_of_no_exporter(alone: dict[str, Alone]) -> None:
     """One line says what is wrong and what happens now; the job does not wait."""
-    run = launch.instrumented(ALONE.replace("STEPS", "10"), env={"OTEL_TRACES_EXPORTER": "jaegr"})
+    run = alone["name"].run
     assert (run.code, run.survivors) == (7, []), run.stderr
     (told,) = run.lines
     assert told.startswith("lens-auto: spans of 1 rank(s) are not sent (the exporter 'jaegr' cannot be made:")
     assert "installed: " in told
-    assert f"lens-auto recover lens-runs/{run.run_dir.name}" in told
+    assert told.endswith(f"lens-auto recover lens-runs/{run.run_dir.name}")
     (writer,) = read_run(run.run_dir)
     assert len(writer.rows) == 21
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from export_node import Node, check_sum, rank
-from launch import INSTRUMENT, PYTHON, RUN_RANKS, Launcher
 from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
 from receiver import Receiver
 from records import read_spans
@@ -44,33 +43,28 @@ def make_node(folder: Path, stack: contextlib.ExitStack, *, iterations: int = 5,
     return node
 
 
-@pytest.mark.parametrize(
-    ("strategy", "more", "expected"),
-    [
+def test_ranks_that_were_killed_before_they_could_say(tmp_path: Path, stack: contextlib.ExitStack) -> None:
+    """The exporter decides for them as they would have."""
+    strategies = [
         ("single_rank", {}, [WORLD - 1]),
         ("single_rank", {"NEMO_LENS_EXPORT_RANK": "2"}, [2]),
         ("all_ranks", {}, [0, 1, 2, 3]),
         ("sampled", {"NEMO_LENS_EXPORT_SAMPLE_RATE": str(RATE)}, SAMPLED),
         ("first_rank_per_node", {}, [0]),
-    ],
-)
-def test_ranks_that_were_killed_before_they_could_say(
-    tmp_path: Path,
-    stack: contextlib.ExitStack,
-    receiver: Receiver,
-    strategy: str,
-    more: dict[str, str],
-    expected: list[int],
-) -> None:
-    """The exporter decides for them as they would have."""
-    node = make_node(tmp_path, stack, exports=None)
-    recorded = {number: len(spans) for number, spans in read_spans(node.run_dir).items()}
-    environment = {**receiver.environment(), **more, "NEMO_LENS_EXPORT_STRATEGY": strategy}
-    assert node.start(environment).wait().code == 0
-    assert ranks_received(receiver) == expected
-    assert len(receiver.spans()) == sum(recorded[number] for number in expected)
-    assert set(receiver.span_ids().values()) == {1}
-    assert node.segments() == []
+    ]
+    started = []
+    for number, (strategy, more, _) in enumerate(strategies):
+        node = make_node(tmp_path / str(number), stack, exports=None)
+        recorded = {rank: len(spans) for rank, spans in read_spans(node.run_dir).items()}
+        receiver = stack.enter_context(Receiver("http"))
+        environment = {**receiver.environment(), **more, "NEMO_LENS_EXPORT_STRATEGY": strategy}
+        started.append((node, receiver, recorded, node.start(environment)))
+    for (strategy, _, expected), (node, receiver, recorded, exporter) in zip(strategies, started, strict=True):
+        assert exporter.wait().code == 0
+        assert ranks_received(receiver) == expected, strategy
+        assert len(receiver.spans()) == sum(recorded[number] for number in expected)
+        assert set(receiver.span_ids().values()) == {1}
+        assert node.segments() == []
 
 
 def test_what_a_rank_said_counts(tmp_path: Path, stack: contextlib.ExitStack, receiver: Receiver) -> None:
@@ -92,44 +86,13 @@ def test_nobody_knows(tmp_path: Path, stack: contextlib.ExitStack, receiver: Rec
     assert not node.run_folder.exists()
 
 
-def test_a_strategy_of_the_program(launch: Launcher, receiver: Receiver) -> None:
-    """Registered after the ranks began to record."""
-    source = """
-    import torch
-    import torch.distributed as dist
-
-    def main(rank):
-        dist.init_process_group("gloo")
-        from lens_auto import register_export_strategy
-        register_export_strategy("even", lambda config, rank, world_size: rank % 2 == 0)
-        parameter = torch.nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.SGD([parameter], lr=0.1)
-        for _ in range(5):
-            parameter.sum().backward()
-            optimizer.step()
-        dist.destroy_process_group()
-
-    run_ranks(main, 2)
-    """
-    import textwrap
-
-    program = launch.program(RUN_RANKS + textwrap.dedent(source))
-    environment = {**receiver.environment(), "NEMO_LENS_EXPORT_STRATEGY": "even"}
-    run = launch.run(*INSTRUMENT, *PYTHON, program, env=environment)
-    assert (run.code, run.survivors) == (0, []), run.stderr
-    names = Counter((span["name"], span["resource"][semconv.DL_RANK]) for span in receiver.spans())
-    assert names[semconv.SPAN_ITERATION, 0] == names[semconv.SPAN_OPTIMIZER_STEP, 0] == 5
-    assert ranks_received(receiver) == [0]
-    assert run.spooled == []
-
-
 # --- the head sampler -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampler", ["parentbased_traceidratio", "traceidratio"])
 def test_the_sampler_keeps_the_same_iterations_on_all_ranks(
-    tmp_path: Path, stack: contextlib.ExitStack, receiver: Receiver, sampler: str
+    tmp_path: Path, stack: contextlib.ExitStack, receiver: Receiver
 ) -> None:
+    sampler = "parentbased_traceidratio"
     node = make_node(tmp_path, stack, iterations=60)
     recorded = node.recorded()
     environment = {**receiver.environment(), "OTEL_TRACES_SAMPLER": sampler, "OTEL_TRACES_SAMPLER_ARG": "0.3"}

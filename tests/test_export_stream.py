@@ -114,23 +114,20 @@ class Growing:
     def __init__(self, folder: Path, writer: Writer) -> None:
         self.writer = writer
         self.records = list(writer.records)
-        self.end = writer.now
+        self.data = writer.array()
         writer.records = []
         self.node = Node(folder, alive(writer))
         self.folder = self.node.run_dir / layout.RANKS_DIR / writer.name
         self.holes: set[int] = set()
+        (self.folder / layout.STRINGS_NAME).write_bytes(writer.strings_file())
 
     def show(self, count: int) -> None:
         """The first so many records are there, but for the holes."""
-        self.writer.records = self.records[:count]
-        self.writer.now = self.end
-        data = self.writer.array()
+        data = self.data[:count].copy()
         for hole in self.holes:
             data["commit"][hole] = 0
-        body = data.tobytes().ljust(SEGMENT_RECORDS * layout.RECORD_BYTES, b"\0")
         header = synthetic.segment_header(0, self.writer.nonce, self.writer.pid, self.writer.rank)
-        (self.folder / layout.segment_name(0)).write_bytes(header + body)
-        (self.folder / layout.STRINGS_NAME).write_bytes(self.writer.strings_file())
+        (self.folder / layout.segment_name(0)).write_bytes(header + data.tobytes())
 
     def close(self) -> None:
         """All records are there, and the rank has ended."""
@@ -141,11 +138,11 @@ class Growing:
         (self.folder / layout.LIVE_NAME).write_bytes(self.writer.live())
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(5))
 def test_part_after_part_is_the_whole(tmp_path: Path, seed: int) -> None:
     """The rank writes on, and the exporter is killed, at any moment."""
     draw = random.Random(seed)
-    growing = Growing(tmp_path, eventful(150, seed))
+    growing = Growing(tmp_path, eventful(120, seed))
     endpoint = Endpoint()
     lane = new_lane(endpoint)
     shown = parts = 0
@@ -199,7 +196,7 @@ def test_the_oldest_segments_are_gone(tmp_path: Path) -> None:
     """
     node = Node(tmp_path, alive(rank(0, 4, world_size=1)))
     (writer,) = node.writers
-    records = write_many(node, writer, 4 * SEGMENT_RECORDS)
+    records = write_many(node, writer, 5 * SEGMENT_RECORDS // 2)
     (whole,) = read_spans(node.run_dir).values()
     folder = node.run_dir / layout.RANKS_DIR / writer.name
     endpoint = Endpoint()
@@ -208,14 +205,13 @@ def test_the_oldest_segments_are_gone(tmp_path: Path) -> None:
         assert lane.step([candidate(node, ended=False)])
     top = lane.progress(writer.name, str(folder)).position.top
     assert 0 < top < SEGMENT_RECORDS
-    for number in (0, 1):
-        (folder / layout.segment_name(number)).unlink()
+    (folder / layout.segment_name(0)).unlink()
     info = json.loads((folder / layout.WRITER_NAME).read_text())
     (folder / layout.WRITER_NAME).write_text(json.dumps({**info, "pid": GONE_PID}))
     drain(lane, node, ended=True)
 
     progress = lane.progress(writer.name, str(folder))
-    assert progress.lost == 2 * SEGMENT_RECORDS - top
+    assert progress.lost == SEGMENT_RECORDS - top
     assert progress.finished
     sent, known = by_id(endpoint.spans), by_id(whole)
     assert kept_spans(node.run_dir) == 0
@@ -233,7 +229,7 @@ def test_the_oldest_segments_are_gone(tmp_path: Path) -> None:
 def test_a_backlog_does_not_fill_the_memory(tmp_path: Path) -> None:
     """Parts are read one after the other, of all ranks together."""
     node = Node(tmp_path, rank(0, 2), rank(1, 2))
-    records = sum(write_many(node, writer, 60_000) for writer in node.writers)
+    records = sum(write_many(node, writer, 40_000) for writer in node.writers)
     with Receiver("grpc") as receiver:
         ended = node.start(receiver.environment()).wait(60)
         assert ended.code == 0

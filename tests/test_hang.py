@@ -32,6 +32,8 @@ EXPECTED: dict[str, tuple[int, str, str, str | None, int | None]] = {
     "user_lock": (2, "user_code", "all_reduce", "0", 5),
     "never_started": (2, "not_started", "init_process_group", None, None),
     "load_from_a_pipe": (2, "checkpoint", "all_reduce", "0", 1),
+    "asynchronous": (2, "user_code", "all_reduce", "0", 2),
+    "both_receive": (1, "order", "recv", "0", 0),
     # What C++ issues is not in the live page: the group's own count tells which operation it is, the flight recorder
     # its name (2.13 has it on; without it the name is "backward").
     "backward_of_ddp": (2, "user_code", "all_reduce", "0", 8),
@@ -120,6 +122,18 @@ def load_from_a_pipe(rank):
         os.mkfifo("checkpoint.pt")
         torch.load("checkpoint.pt")
     dist.all_reduce(torch.ones(4))
+
+def asynchronous(rank):
+    dist.barrier()
+    if rank == 2:
+        time.sleep(1000)
+    dist.all_reduce(torch.ones(4), async_op=True).wait()
+
+def both_receive(rank):
+    dist.barrier()
+    if rank < 2:
+        dist.recv(torch.ones(4), 1 - rank)
+    time.sleep(1000)
 
 def backward_of_ddp(rank):
     model = DistributedDataParallel(torch.nn.Linear(4, 1))

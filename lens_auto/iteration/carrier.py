@@ -177,10 +177,11 @@ class Carrier:
         except Exception as error:
             self._end(f"{type(error).__name__}: {error}")
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, stalled: bool = False) -> None:
         self.state, self.reason = "ended", reason
         if not self._stopping.is_set():
-            level = logging.WARNING if self.sent or self.received else logging.DEBUG
+            # A peer whose connection closed has ended, as all do; one that is there and does not answer is news.
+            level = logging.WARNING if stalled else logging.DEBUG
             logger.log(level, "lens-auto: no carrier broadcast from here on (%s); derived ids are used", reason)
 
     def _key(self, what: str) -> str:
@@ -256,7 +257,9 @@ class Carrier:
                     self.received += 1
                     self._arrived(iteration, carrier, switches, expected)
             if outstanding and time.monotonic() - outstanding[0][3] > STALL_TIMEOUT_S:
-                self._end(f"the broadcast of iteration {outstanding[0][2]} did not complete in {STALL_TIMEOUT_S:.0f} s")
+                self._end(
+                    f"the broadcast of iteration {outstanding[0][2]} did not complete in {STALL_TIMEOUT_S:.0f} s", True
+                )
                 return
             self.cpu_ns = time.thread_time_ns()
             # Each wake-up takes the GIL from the training thread: one at a boundary, one when the broadcast is through.

@@ -158,7 +158,7 @@ def find_iterations(
 
     counted = events.of(Kind.OPTIMIZER_STEP) & (data["b"][events.row] == 1)
     first_step, boundary = _boundaries(data, events, counted)
-    start_ns, stop_ns = _edges(events, counted, boundary)
+    start_ns, stop_ns = _edges(data, events, counted, boundary)
     if resume is not None and len(start_ns):
         start_ns[0] = resume.start_ns
     evaluations = _evaluations(data, events, until_ns, resume)
@@ -329,15 +329,19 @@ def _boundaries(data: npt.NDArray[np.void], events: _Events, counted: Mask) -> t
     return first_step, np.maximum.accumulate(boundary)
 
 
-def _edges(events: _Events, counted: Mask, boundary: Int64Array) -> tuple[Int64Array, Int64Array]:
+def _edges(
+    data: npt.NDArray[np.void], events: _Events, counted: Mask, boundary: Int64Array
+) -> tuple[Int64Array, Int64Array]:
     """(2) Start and end of each iteration."""
     if not len(boundary):
         return boundary, boundary
     first_step_ns = events.start_ns[counted][0]
+    calls = data["start_ns"][data["kind"] == Kind.PIPELINE_CALL].astype(np.int64)  # stages without a loader start here
     set_up = events.of(*_SET_UP_KINDS) & (events.start_ns < first_step_ns)
     ready_ns = events.end_ns[set_up].max(initial=0)
-    training = events.start_ns[events.of(*_TRAINING_KINDS) & (events.start_ns >= ready_ns)]
-    begin_ns = min(int(training[0]), int(first_step_ns)) if len(training) else int(first_step_ns)
+    training = events.start_ns[events.of(*_TRAINING_KINDS)]
+    training = np.concatenate([training, calls])
+    begin_ns = min(int(training[training >= ready_ns].min(initial=first_step_ns)), int(first_step_ns))
     return np.append(np.int64(begin_ns), boundary[:-1]), boundary
 
 

@@ -25,37 +25,15 @@ THREAD = 0xFFFF  # of records from here: none of the program's
 _SETTLE_NS = 400_000_000  # a hook that has left the operation may not have written its record yet
 _CLOCK_NS = 50_000  # the two clocks are read one after the other
 _NEAR_NS = 600_000_000_000  # a group of the same name that was made again counts from 1 as well
-_KEPT = 20_000  # calls of a group that are remembered
-_NAMES = tuple(name for name, _ in layout.RECORD_FIELDS)
+_KEPT = 50_000  # calls that are remembered
 # Ends of names of calls that may make several operations inside; gloo does a reduce_scatter by all_reduces.
 _SEVERAL = ("_object", "_object_list", "_coalesced", "monitored_barrier", "reduce_scatter", "all_to_all")
-_MAX_INSIDE = 1024  # operations that one call makes inside
+_CALL = [("key", "<u8"), ("start_ns", "<i8"), ("end_ns", "<i8"), ("name", "<u4")]
 
 
-class _Calls:
-    """The recorded calls of a group, by sequence number, oldest first."""
-
-    __slots__ = ("_spans",)
-
-    def __init__(self) -> None:
-        self._spans: dict[int, tuple[int, int, bool]] = {}
-
-    def add(self, seq: int, start_ns: int, end_ns: int, several: bool) -> None:
-        """A call was recorded; `several`: it may make several operations inside."""
-        self._spans[seq] = (start_ns, end_ns, several)
-        if len(self._spans) > _KEPT:
-            del self._spans[next(iter(self._spans))]
-
-    def cover(self, seq: int, at_ns: int) -> bool:
-        """Whether an operation is one of these calls, or one that a call made inside."""
-        found = self._spans.get(seq)
-        if found is not None and abs(found[0] - at_ns) < _NEAR_NS:
-            return True
-        for before in range(seq - 1, seq - _MAX_INSIDE, -1):
-            found = self._spans.get(before)
-            if found is not None:
-                return found[2] and found[0] - _CLOCK_NS <= at_ns <= found[1] + _CLOCK_NS
-        return False
+def _key(group: Any, seq: Any) -> Any:
+    """One number for a group's string id and a sequence number."""
+    return (group << 40) + seq
 
 
 class FlightLog:
@@ -72,9 +50,8 @@ class FlightLog:
         self._asked_issued = 0  # operations issued when the flight recorder was last asked
         self._own = 0  # operations since then that the hooks recorded
         self._cursor = (0, 0)  # segment, index: the next of our own records to look at
-        self._calls: dict[tuple[int, str], _Calls] = {}  # by initialization and group
+        self._calls: list[Any] = []  # arrays of _CALL, oldest first: what the hooks recorded
         self._waiting: list[dict[str, Any]] = []
-        self._names: dict[int, str] = {}
 
     def tick(self) -> None:
         """Look, once a second; the flight recorder is asked only where it has something that the hooks did not see."""
@@ -105,8 +82,7 @@ class FlightLog:
             self._site.fault(error)
 
     def _is_due(self, now: int, last: bool) -> bool:
-        issued = self._keeper.watch.issued()
-        fresh = issued - self._asked_issued
+        fresh = self._keeper.watch.issued() - self._asked_issued
         if last:
             return True
         if fresh <= self._own and not self._waiting:
@@ -135,15 +111,37 @@ class FlightLog:
         """Record the entries that no hook recorded; what may still be recorded by one waits."""
         running = {} if last else self._running()
         kept = []
-        for entry in self._waiting:
-            group, seq, at_ns = str(entry["process_group"][0]), int(entry["collective_seq_id"]), int(entry["at_ns"])
-            if any(calls.cover(seq, at_ns) for (_, name), calls in self._calls.items() if name == group):
+        for entry, covered in zip(self._waiting, self._covered(self._waiting), strict=True):
+            if covered:
                 continue
+            group, seq, at_ns = str(entry["process_group"][0]), int(entry["collective_seq_id"]), int(entry["at_ns"])
             if not last and (seq >= running.get(group, 1 << 62) or now - at_ns < _SETTLE_NS):
                 kept.append(entry)
-                continue
-            self._record(entry, group, seq, at_ns)
+            else:
+                self._record(entry, group, seq, at_ns)
         self._waiting = kept
+
+    def _covered(self, entries: list[dict[str, Any]]) -> list[bool]:
+        """For each entry whether it is of a call that a hook recorded."""
+        import numpy as np
+
+        if not self._calls:
+            return [False] * len(entries)
+        calls = np.concatenate(self._calls)
+        self._calls = [calls]
+        calls = calls[np.argsort(calls["key"], kind="stable")]
+        strings = self._recorder.strings
+        groups = np.array([strings.id(str(each["process_group"][0])) for each in entries], dtype=np.uint64)
+        keys = _key(groups, np.array([int(each["collective_seq_id"]) for each in entries], dtype=np.uint64))
+        at_ns = np.array([int(each["at_ns"]) for each in entries], dtype=np.int64)
+        index = np.searchsorted(calls["key"], keys, side="right") - 1
+        before = calls[np.maximum(index, 0)]
+        exact = (index >= 0) & (before["key"] == keys) & (np.abs(before["start_ns"] - at_ns) < _NEAR_NS)
+        several = [number for number in np.unique(before["name"]).tolist() if strings.text(number).endswith(_SEVERAL)]
+        inside = (index >= 0) & (before["key"] >> 40 == groups) & np.isin(before["name"], several)
+        inside &= (before["start_ns"] - _CLOCK_NS <= at_ns) & (at_ns <= before["end_ns"] + _CLOCK_NS)
+        found: list[bool] = (exact | inside).tolist()
+        return found
 
     def _running(self) -> dict[str, int]:
         """For each group on which a call is under way: from which sequence number on its operations may be its own."""
@@ -154,15 +152,9 @@ class FlightLog:
             fields = layout.LIVE_SLOT.unpack_from(buffer, offset)
             kind, group, seq = fields[1], fields[5], fields[10]
             if kind == Kind.COLLECTIVE:
-                name = self._text(group)
+                name = self._recorder.strings.text(group)
                 found[name] = min(found.get(name, 1 << 62), seq)
         return found
-
-    def _text(self, number: int) -> str:
-        name = self._names.get(number)
-        if name is None:
-            name = self._names[number] = self._recorder.strings.text(number)
-        return name
 
     def _record(self, entry: dict[str, Any], group: str, seq: int, at_ns: int) -> None:
         recorder, until_ns = self._recorder, int(entry["until_ns"])
@@ -194,6 +186,8 @@ class FlightLog:
                 continue
             index = self._cursor[1] if segment.number == self._cursor[0] else 0
             self._cursor = (segment.number, self._read(segment, index, now))
+        while len(self._calls) > 1 and sum(map(len, self._calls[1:])) > _KEPT:
+            del self._calls[0]
 
     def _read(self, segment: Segment, index: int, now: int) -> int:
         """Read records from an index on; the index of the first one that is not written yet."""
@@ -207,15 +201,17 @@ class FlightLog:
         offset = layout.SEGMENT_HEADER_BYTES + index * layout.RECORD_BYTES
         found = np.frombuffer(segment.buffer, dtype=RECORD_DTYPE, count=count, offset=offset)
         written = found["commit"] == np.arange(index + 1, index + count + 1, dtype=np.uint32)
-        if not (segment.closed_ns and now - segment.closed_ns > _SETTLE_NS):  # else a thread died in the middle of it
-            count = count if written.all() else int(np.argmin(written))
-        ours = (
-            written[:count] & (found["kind"][:count] == Kind.COLLECTIVE) & ((found["flags"][:count] & Flag.FLIGHT) == 0)
-        )
-        for row in found[:count][ours].tolist():  # (a copy: the map is not held)
-            fields = dict(zip(_NAMES, row, strict=True))
-            several = self._text(fields["name"]).endswith(_SEVERAL)
-            key = (fields["init"], self._text(fields["group"]))
-            self._calls.setdefault(key, _Calls()).add(fields["seq"], fields["start_ns"], fields["end_ns"], several)
-            self._own += 1
+        # In a segment that is full since a while, what is not written never will be: its thread died in the middle.
+        if not (segment.closed_ns and now - segment.closed_ns > _SETTLE_NS) and not written.all():
+            count = int(np.argmin(written))
+        found, written = found[:count], written[:count]
+        ours = written & (found["kind"] == Kind.COLLECTIVE) & ((found["flags"] & Flag.FLIGHT) == 0)
+        rows = np.flatnonzero(ours & (found["seq"] >= 0))
+        if len(rows):
+            calls = np.empty(len(rows), dtype=_CALL)  # a copy: the map is not held
+            calls["key"] = _key(found["group"][rows].astype(np.uint64), found["seq"][rows].astype(np.uint64))
+            for name in ("start_ns", "end_ns", "name"):
+                calls[name] = found[name][rows]
+            self._calls.append(calls)
+            self._own += len(rows)
         return index + count

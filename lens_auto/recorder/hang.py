@@ -567,9 +567,19 @@ _OP_TYPES = {
 }
 
 
+# The order of the enumeration (torch/csrc/distributed/c10d/Work.hpp, 2.4 to 2.13): pybind may hand out numbers.
+_OP_TYPE_ORDER = (
+    *("BROADCAST", "ALLREDUCE", "ALLREDUCE_COALESCED", "REDUCE", "ALLGATHER", "_ALLGATHER_BASE", "ALLGATHER_COALESCED"),
+    *("GATHER", "SCATTER", "REDUCE_SCATTER", "ALLTOALL_BASE", "ALLTOALL", "SEND", "RECV", "RECVANYSOURCE", "BARRIER"),
+    "_REDUCE_SCATTER_BASE",
+)
+
+
 def operation_name(op_type: str) -> str:
-    """`all_reduce` for `OpType.ALLREDUCE`; empty where it says nothing."""
+    """`all_reduce` for `OpType.ALLREDUCE`, or the number that it stands for; empty where it says nothing."""
     word = op_type.rpartition(".")[2]
+    if word.isdigit():
+        word = _OP_TYPE_ORDER[int(word)] if int(word) < len(_OP_TYPE_ORDER) else ""
     return _OP_TYPES.get(word, "" if word in ("UNKNOWN", "") else word.lower())
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 HANG_FORMAT = "lens-hang"
 VERSION = 1
 LONG_NS = 5_000_000_000  # what waits for less is no hang, unless the hang watch says so
-FROZEN_NS = 10_000_000_000  # without a heartbeat, of a process that is there
+FROZEN_NS = 5_000_000_000  # without a heartbeat, of a process that is there
 _JSON_LIMIT_BYTES = 16 << 20
 _DIED_WITH_NS = 1_000_000_000
 
@@ -67,7 +67,7 @@ _PHASE_WORDS = {
     "backward": "backward",
     "optimizer": "the optimizer's step",
     "checkpoint": "a checkpoint",
-    "start_up": "start-up",
+    "start_up": "user code (start-up)",
     "forward": "user code (forward)",
     "other": "user code",
     "evaluate": "evaluation",
@@ -330,7 +330,9 @@ def _state(writer: WriterFiles, run: RunDirectory) -> RankState:
     elif live is not None:
         phase = live.phase
         state.phase, state.iteration = phase.phase.name.lower(), phase.iteration
-        state.phase_since_ns = clock.wall(phase.since_ns) if phase.since_ns else state.started_ns
+        state.phase_since_ns = clock.wall(phase.since_ns)
+        if not phase.since_ns:  # nothing was said yet
+            state.phase, state.phase_since_ns = "start_up", state.started_ns
         state.steps, state.fetches = phase.steps, phase.fetches
         state.waits = [
             Wait(
@@ -615,7 +617,7 @@ class _Blame:
             return False
         if state.state != "died":
             return True
-        last = state.last_sign_ns or 0
+        last = max(state.last_sign_ns or 0, int((state.exit or {}).get("wall_ns") or 0))
         if self._alarm_ns is not None:
             return last < self._alarm_ns + _DIED_WITH_NS
         return last < wait.since_ns + _DIED_WITH_NS
@@ -827,14 +829,17 @@ class _Blame:
 
     def _crossed(self) -> list[Culprit]:
         """Ranks that entered the operations of two groups (or two transfers) in different order."""
+        found = self._rings()
+        if found:
+            return found
         places: dict[_Point, list[int]] = {}
         for rank, point in sorted(self._points.items()):
             if point.kind == "collective" or point.kind in _TRANSFERS:
                 places.setdefault(point, []).append(rank)
         if len(places) < 2:
             return []
-        usual = max(places, key=lambda point: len(places[point]))  # of equal ones the first, that of the lowest rank
         found = []
+        usual = max(places, key=lambda point: len(places[point]))  # of equal ones the first, that of the lowest rank
         for point, ranks in places.items():
             if point == usual:
                 continue
@@ -849,6 +854,24 @@ class _Blame:
                 since = self._waits[rank].since_ns
                 found.append(self._made(rank, "order", usual.op, usual.group, usual.seq, since, doing, places[usual]))
         return found
+
+    def _rings(self) -> list[Culprit]:
+        """Ranks each of which waits for a transfer with the next, as two that both receive; the highest is named."""
+        for start in sorted(self._points):
+            ring = [start]
+            while True:
+                point, peer = self._points[ring[-1]], self._waits[ring[-1]].peer
+                following = None if peer is None else self._points.get(peer)
+                if peer is None or following is None or following.kind != point.kind or point.kind not in _TRANSFERS:
+                    break
+                if peer in ring:
+                    ring = ring[ring.index(peer) :]
+                    rank = max(ring)
+                    point, wait = self._points[rank], self._waits[rank]
+                    doing = f"in {point.op} with rank {wait.peer} as well{_at(self._states[rank])}"
+                    return [self._made(rank, "order", point.op, point.group, point.seq, wait.since_ns, doing, ring)]
+                ring.append(peer)
+        return []
 
     # --- nobody waits -------------------------------------------------------------------------------------------------
 

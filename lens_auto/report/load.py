@@ -101,26 +101,52 @@ def load_writer(writer: WriterFiles) -> LoadedWriter:
     )
 
 
-def _operations(writer: WriterFiles, records: Records, iterations: Iterations) -> list[Operations]:
+@dataclass
+class Calls:
+    """Communication operations of one writer, one by one, as columns.
+
+    Attributes:
+        rows: where each is among the records.
+        start_ns: its call.
+        end_ns: the end of its last wait.
+        exposed_ns: for how long the training thread was held, inside of iterations; 0 where the host cannot tell.
+        unknown: its end is not known.
+        enqueued: it enqueued device work: the host cannot tell how long it was exposed.
+    """
+
+    rows: Int64Array
+    start_ns: Int64Array
+    end_ns: Int64Array
+    exposed_ns: Int64Array
+    unknown: Mask
+    enqueued: Mask
+
+
+def find_calls(records: Records, iterations: Iterations) -> Calls:
+    """The communication operations of a writer, each with its waits."""
     data = records.data
     rows = np.flatnonzero(np.isin(data["kind"], _OPERATION_KINDS))
-    if not len(rows):
-        return []
     flags = data["flags"][rows]
     start_ns, end_ns, held_ns = _times(records, rows)
     exposed_ns = np.where(data["thread"][rows] == iterations.thread, held_ns, 0)
     enqueued: Mask = (flags & Flag.ENQUEUE) != 0
     waited = np.zeros(len(rows), dtype=np.bool_)
-
-    wait, at = _waits(records, rows)
-    _, wait_end_ns, wait_held_ns = _times(records, wait)
-    np.maximum.at(end_ns, at, wait_end_ns)
-    np.add.at(exposed_ns, at, np.where(data["thread"][wait] == iterations.thread, wait_held_ns, 0))
-    enqueued[at[(data["flags"][wait] & Flag.ENQUEUE) != 0]] = True
-    waited[at] = True
+    if len(rows):
+        wait, at = _waits(records, rows)
+        _, wait_end_ns, wait_held_ns = _times(records, wait)
+        np.maximum.at(end_ns, at, wait_end_ns)
+        np.add.at(exposed_ns, at, np.where(data["thread"][wait] == iterations.thread, wait_held_ns, 0))
+        enqueued[at[(data["flags"][wait] & Flag.ENQUEUE) != 0]] = True
+        waited[at] = True
     unknown = ((flags & Flag.END_UNKNOWN) != 0) | (((flags & Flag.ASYNC) != 0) & ~waited)
     exposed_ns[enqueued | (iterations.record_iteration[rows] < 0)] = 0
+    return Calls(rows, start_ns, end_ns, exposed_ns, unknown, enqueued)
 
+
+def _operations(writer: WriterFiles, records: Records, iterations: Iterations) -> list[Operations]:
+    data = records.data
+    calls = find_calls(records, iterations)
+    rows, unknown, enqueued = calls.rows, calls.unknown, calls.enqueued
     found = []
     name = data["name"][rows]
     for number in np.unique(name).tolist():
@@ -129,10 +155,10 @@ def _operations(writer: WriterFiles, records: Records, iterations: Iterations) -
             Operations(
                 name=writer.string(number) or "unknown",
                 bytes=sum(data["bytes"][rows[of]].tolist()),
-                duration_ns=(end_ns - start_ns)[of & ~unknown],
+                duration_ns=(calls.end_ns - calls.start_ns)[of & ~unknown],
                 count=int(np.count_nonzero(of)),
                 end_unknown=int(np.count_nonzero(of & unknown)),
-                exposed_ns=int(exposed_ns[of].sum()),
+                exposed_ns=int(calls.exposed_ns[of].sum()),
                 exposed_unknown=int(np.count_nonzero(of & enqueued)),
             )
         )

@@ -366,9 +366,8 @@ class _Matcher:
         own = np.zeros((*shape, PHASES), dtype=np.float32)
         overlap, before_ns, fixed = (np.zeros(shape, dtype=np.float32) for _ in range(3))
         for column in range(len(self.writers)):
-            self._fill(
-                column, at[:, column], arrival[:, column], release[:, column], wanted, own, overlap, before, fixed
-            )
+            times = arrival[:, column], release[:, column]
+            self._fill(column, at[:, column], *times, wanted, own, overlap, before_ns, fixed)
         source = np.where(present, self._table(at, "source"), 0).max(axis=1).astype(np.uint8)[wanted]
         present, held = present[wanted], np.where(present, release - arrival, _HIGHEST)[wanted]
         comm = held.min(axis=1).astype(np.float64)

@@ -88,9 +88,7 @@ class Replay:
             ended[iteration] = clock.max()
         return np.diff(ended, prepend=0)
 
-    def _meet(
-        self, clock: Float64Array, before: Float64Array, rows: np.ndarray[tuple[int], np.dtype[np.int64]]
-    ) -> Float64Array:
+    def _meet(self, clock: Float64Array, before: Float64Array, rows: Int64Array) -> Float64Array:
         """Ranks come to some operations, and leave them."""
         matched = self._matched
         came = clock + before

@@ -59,7 +59,7 @@ DATA = "data"
 
 _APART = [Phase.CHECKPOINT, Phase.EVALUATE]
 _TRAINING = [phase for phase in Phase if phase not in _APART]
-_SOURCES = {
+SOURCES = {
     Source.COLLECTIVE: "collectives",
     Source.REDUCER: "ddp_logger",
     Source.BACKWARD: "backward",
@@ -166,13 +166,18 @@ def phase_name(phase: int) -> str:
 
 def analyze(matched: Matched) -> Analysis:
     """Compare the ranks of one attempt and say what slows them down."""
+    with np.errstate(all="ignore"):  # the times of damaged records are any numbers
+        return _analyze(matched)
+
+
+def _analyze(matched: Matched) -> Analysis:
     matched, warm_up, warm_up_ns = without_warm_up(matched)
     analysis = Analysis(
         iterations=len(matched.iteration),
         warm_up_iterations=warm_up,
         warm_up_ns=warm_up_ns,
         span_ns=int(matched.span_ns.sum()),
-        arrival={_SOURCES[Source(source)]: int(count) for source, count in zip(*_counts(matched.source), strict=True)},
+        arrival={SOURCES[Source(source)]: int(count) for source, count in zip(*_counts(matched.source), strict=True)},
         hosts=_hosts(matched),
         notes=list(matched.notes),
     )
@@ -253,7 +258,7 @@ class Judge:
     def rank_work(self) -> list[RankWork]:
         """Where each rank's time went."""
         matched = self.matched
-        total = float(self.span_ns.sum())
+        total = max(float(self.span_ns.sum()), 1.0)
         own = self.own.sum(axis=0)
         exposed = np.where(matched.present, matched.exposed_ns[:, None], 0).sum(axis=0)
         waiting = matched.wait_ns.sum(axis=0, dtype=np.float64)
@@ -338,7 +343,7 @@ class Judge:
         work = self.matched.by_iteration(self.work)[self.calm]
         best = np.percentile(work, BEST, axis=0)
         best -= np.percentile(statistics.lower_median_of_others(work), BEST, axis=0)
-        best /= np.median(self.span_ns[self.calm])
+        best /= max(float(np.median(self.span_ns[self.calm])), 1.0)
         chosen = [
             column
             for column, estimate in enumerate(late)
@@ -458,7 +463,9 @@ class Judge:
         effect = self.share(saved, self.calm)
         follows = self._varies_with_data()
         threshold = DATA_IMBALANCE if follows else WANDERING
-        always = np.percentile(saved[self.calm] / self.span_ns[self.calm], 10) if self.calm.any() else 0.0
+        always = (
+            np.percentile(saved[self.calm] / np.maximum(self.span_ns[self.calm], 1), 10) if self.calm.any() else 0.0
+        )
         if always < (DATA_ALWAYS if follows else WANDERING_ALWAYS):
             return None
         if effect.value < threshold or effect.low < MIN_EFFECT:
@@ -680,7 +687,8 @@ class Judge:
         ups = np.sign(np.subtract.outer(parts, parts))[np.tril_indices(10, -1)]
         begin, end = length[: len(length) // 4], length[-(len(length) // 4) :]
         change = statistics.difference(end, begin)
-        effect = Estimate(*(value / float(begin.mean()) for value in (change.value, change.low, change.high)))
+        scale = max(float(begin.mean()), 1.0)
+        effect = Estimate(*(value / scale for value in (change.value, change.low, change.high)))
         if effect.value < DRIFT or effect.low < MIN_EFFECT or ups.mean() < 0.6:
             return None
         grown = length - float(np.median(begin))
@@ -734,7 +742,7 @@ class Judge:
         return sorted(found, key=lambda each: (each.rank is None, -each.saves))[:most]
 
     def _what_if(self, rank: int | None, phase: int | None, effect: Estimate, saved: Float64Array) -> WhatIf:
-        total = float(self.span_ns.sum())
+        total = max(float(self.span_ns.sum()), 1.0)
         saves = float(saved.sum())
         amount = f"{percent(saves / total)} ({span(saves, total)})"
         name = None if phase is None else phase_name(phase)
@@ -777,7 +785,7 @@ class Judge:
             cost_ns=round(cost),
             of_ns=round(total),
             iterations=len(self.span_ns),
-            arrival=_SOURCES[source],
+            arrival=SOURCES[source],
             headline=f"{what}; that costs {percent(effect.value)} of the time ({span(cost, total)}, {interval})",
             advice=advice,
             details=details or {},
