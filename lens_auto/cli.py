@@ -203,9 +203,7 @@ def top(
     ] = 1.0,
     count: Annotated[
         int | None,
-        typer.Option(
-            "--count", metavar="N", min=1, help="Look N times; by default until Ctrl-C.", show_default=False
-        ),
+        typer.Option("--count", metavar="N", min=1, help="Look N times; by default until Ctrl-C.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a look; one look by default.")] = False,
 ) -> None:

@@ -183,11 +183,11 @@ def next_part(
     """
     at_once = _AT_ONCE
     while True:
-        records, exhausted, lost = _read(writer, position, cut, at_once)
-        resume = position.resume if not lost else _resume_after_loss(records, position)
+        records, exhausted, gap, lost = _read(writer, position, cut, at_once)
+        resume = position.resume if not gap else _resume_after_loss(records, position)
         iterations = find_iterations(records.data, records.numbers, writer.last_sign_ns, resume)
         settled_ns = _END if ended else time.monotonic_ns() - _late_ns(writer)
-        chosen = cut or _choose(records, iterations, position, lost, settled_ns, ended and exhausted)
+        chosen = cut or _choose(records, iterations, position, gap, settled_ns, ended and exhausted)
         if chosen is not None or exhausted:
             break
         at_once *= 2  # one iteration of more records than that
@@ -209,8 +209,23 @@ def _put_back(looked: Looked, places: tuple[Place, ...]) -> None:
             looked.place.put(row, place.in_job, place.parent_id)
 
 
-def _read(writer: WriterFiles, position: Position, cut: Cut | None, at_once: int) -> tuple[Records, bool, int]:
-    """Records that are not done, whether these are all there are, and how many are gone with their segments."""
+class _Read(NamedTuple):
+    """What was read for a part.
+
+    Attributes:
+        records: those that are not done.
+        exhausted: these are all there are.
+        gap: how far behind the position the first of them lies, because segments are gone.
+        lost: records that are gone with them, those that were held back too.
+    """
+
+    records: Records
+    exhausted: bool
+    gap: int
+    lost: int
+
+
+def _read(writer: WriterFiles, position: Position, cut: Cut | None, at_once: int) -> _Read:
     first = position.top // SEGMENT_RECORDS
     last = max(cut.below - 1, position.top) if cut is not None else position.top + at_once
     segments = last // SEGMENT_RECORDS + 1 - first
@@ -232,12 +247,13 @@ def _read(writer: WriterFiles, position: Position, cut: Cut | None, at_once: int
     elif len(numbers) and len(numbers) - int(np.searchsorted(numbers, position.top)) > at_once:
         wanted &= numbers < numbers[int(np.searchsorted(numbers, position.top)) + at_once]
         exhausted = False
+    there = set(np.unique(numbers // SEGMENT_RECORDS).tolist())
     data, numbers = data[wanted], numbers[wanted]
-    lost = 0
     fresh = numbers[numbers >= position.top]
-    if len(fresh) and int(fresh[0]) // SEGMENT_RECORDS > first:
-        lost = int(fresh[0]) // SEGMENT_RECORDS * SEGMENT_RECORDS - position.top
-    return Records(data, numbers, 0, 0, 0), exhausted, lost
+    oldest = int(fresh[0]) // SEGMENT_RECORDS if len(fresh) else first
+    gap = max(0, oldest * SEGMENT_RECORDS - position.top)
+    lost = gap + sum(number // SEGMENT_RECORDS not in there for number in position.open) if gap else 0
+    return _Read(Records(data, numbers, 0, 0, 0), exhausted, gap, lost)
 
 
 def _segment_of(records: Records) -> int:
@@ -262,7 +278,7 @@ def _late_ns(writer: WriterFiles) -> int:
 
 
 def _choose(
-    records: Records, iterations: Iterations, position: Position, lost: int, settled_ns: int, last: bool
+    records: Records, iterations: Iterations, position: Position, gap: int, settled_ns: int, last: bool
 ) -> Cut | None:
     """Where the next part ends; None: nothing is closed for good yet."""
     below = int(records.numbers[-1]) + 1 if len(records) else position.top
@@ -276,7 +292,7 @@ def _choose(
         until_ns = min(settled_ns, int(np.quantile(records.data["start_ns"], 0.5)))  # a rank that never steps
     else:
         return None
-    missing = _missing(records, position, lost, below)
+    missing = _missing(records, position, gap, below)
     return Cut(below, until_ns, _held(records, until_ns, missing), missing, False)
 
 
@@ -293,10 +309,10 @@ def _held(records: Records, until_ns: int, missing: tuple[int, ...]) -> tuple[in
     return tuple(records.numbers[begun].tolist())
 
 
-def _missing(records: Records, position: Position, lost: int, below: int) -> tuple[int, ...]:
+def _missing(records: Records, position: Position, gap: int, below: int) -> tuple[int, ...]:
     """Places among the newest that a thread has taken and may still commit."""
     newest = max(0, below - SEGMENT_RECORDS)
-    expected = np.arange(max(position.top + lost, newest), below, dtype=np.int64)
+    expected = np.arange(max(position.top + gap, newest), below, dtype=np.int64)
     if position.open:
         expected = np.union1d(expected, np.array(position.open, dtype=np.int64))
         expected = expected[expected >= newest]

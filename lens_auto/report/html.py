@@ -201,7 +201,9 @@ def _chosen(matched: Matched, iterations: Sequence[int] | None) -> list[tuple[st
     if calm.meets:
         waits = calm.by_iteration(calm.wait_ns).max(axis=1)
         usual = np.abs(calm.span_ns - np.median(calm.span_ns)) <= 0.5 * np.median(calm.span_ns)
-        found.append(("the most uneven one of ordinary length", int(calm.iteration[np.argmax(np.where(usual, waits, -1))])))
+        found.append(
+            ("the most uneven one of ordinary length", int(calm.iteration[np.argmax(np.where(usual, waits, -1))]))
+        )
     unique = {number: (why, number) for why, number in reversed(found)}
     return [each for each in found if unique.pop(each[1], None) is not None]
 
@@ -262,7 +264,9 @@ def _phase_bars(picture: dict[str, Any], row: int, each: LoadedWriter, number: i
     told = points[(points["iteration"] == number) & (points["source"] == Source.REDUCER)]
     for tile in tiles[tiles["iteration"] == number]:
         start, end, phase = int(tile["start_ns"]), int(tile["end_ns"]), int(tile["phase"])
-        inside = told[(told["arrival_ns"] > start) & (told["arrival_ns"] < end)] if phase == Phase.BACKWARD else told[:0]
+        inside = (
+            told[(told["arrival_ns"] > start) & (told["arrival_ns"] < end)] if phase == Phase.BACKWARD else told[:0]
+        )
         cut = int(inside["arrival_ns"][0]) if len(inside) else end
         _bar(picture, row, Phase(phase).name.lower(), shift(start), cut - start, "")
         if cut < end:

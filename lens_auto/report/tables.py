@@ -1,7 +1,7 @@
 """A run as tables for SQL, queried by DuckDB: what the report computes, and what it computes it from.
 
-Tables are made when a query names them. Times are nanoseconds; those called `start_ns` are wall clock times of the first
-rank's host. Where a value is not known it is NULL.
+Tables are made when a query names them. Times are nanoseconds; those called `start_ns` are wall clock times of the
+first rank's host. Where a value is not known it is NULL.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ TABLES: dict[str, str] = {
     "ranks": "one row a process: attempt, rank, host, pid, state, iterations, median_ns, p99_ns, records, dropped",
     "iterations": "one row a rank and iteration: attempt, rank, iteration, start_ns, duration_ns, training_ns (without"
     " evaluation and checkpoints), then the time of each phase: data_loading_ns, forward_ns ...",
-    "work": "one row a rank and compared iteration: attempt, rank, iteration, span_ns (between its operations), own work"
-    " by phase (own_data_loading_ns ...), late_ns (beyond the others), waits_ns (for the others), communication_ns",
+    "work": "one row a rank and compared iteration: attempt, rank, iteration, span_ns (between its operations), own"
+    " work by phase (own_data_loading_ns ...), late_ns (beyond the others), waits_ns (for the others), communication_ns",
     "phases": "one row a piece of an iteration: attempt, rank, iteration, phase, start_ns, duration_ns",
     "operations": "one row a call: attempt, rank, iteration, operation, process_group, seq, peer, tag, bytes, dtype,"
     " group_size, asynchronous, start_ns, duration_ns, exposed_ns",
