@@ -163,7 +163,7 @@ def html(
         typer.Option(
             "--iterations",
             metavar="N,...",
-            help="Which to draw in the timeline, up to six; by default an ordinary, the longest and the most uneven one.",
+            help="Which to draw in the timeline, up to six; by default an ordinary, the longest and most uneven one.",
             show_default=False,
         ),
     ] = None,

@@ -239,7 +239,6 @@ def test_dataloader_workers(launch: Launcher) -> None:
     assert [row.seq for row in fetches if row.flags & Flag.EXHAUSTED] == [4, 4, 4]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_torch_compile_children(launch: Launcher) -> None:
     source = """

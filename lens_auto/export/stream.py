@@ -261,16 +261,18 @@ def _segment_of(records: Records) -> int:
 
 
 def _resume_after_loss(records: Records, position: Position) -> Resume | None:
-    """Where iterations go on behind a gap: at the number that the writer itself had reached.
+    """Where iterations go on behind a gap: the first step that is left says in which iteration the writer was.
 
-    The first one found is cut off at its start.
+    That iteration is cut off at its start.
     """
     data = records.data[records.numbers >= position.top]
     if not len(data):
         return position.resume
+    steps = data[(data["kind"] == Kind.OPTIMIZER_STEP) & (data["b"] == 1)]
+    number = int((steps if len(steps) else data)["iteration"][0])
     start_ns = int(data["start_ns"].min())
     loaders = position.resume.training_loaders if position.resume is not None else frozenset()
-    return Resume(int(data["iteration"][0]), start_ns, (start_ns,), loaders)
+    return Resume(number, start_ns, (start_ns,), loaders)
 
 
 def _late_ns(writer: WriterFiles) -> int:
