@@ -43,8 +43,8 @@ def measure(names: frozenset[str], quick: bool, progress: Progress) -> dict[str,
 def _measure_mode(mode: str, quick: bool, progress: Progress) -> dict[str, Measurement]:
     limit_us = BY_NAME[f"hook-{mode}"].limit or 0.0
     command = [*child.instrumented(), sys.executable, "-m", "benchmarks.programs.hook_costs"]
-    rounds = "1000" if quick else "4000"
-    result: dict[str, Any] = child.run(command, _ENVIRONMENTS[mode], progress, 120, mode, rounds, str(limit_us))
+    seconds = "4" if quick else "12"
+    result: dict[str, Any] = child.run(command, _ENVIRONMENTS[mode], progress, 120, mode, seconds, str(limit_us))
     wrapper = f"the wrapper on a stand-in {result['wrapper_us']:.2f}"
     on_call = f"bare all_reduce {result['bare_us']:.2f}, median of pairs {result['hook_median_us']:+.2f}"
     if mode == "off":

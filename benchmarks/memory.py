@@ -21,8 +21,8 @@ def measure(names: frozenset[str], quick: bool, progress: Progress) -> dict[str,
     program = [sys.executable, "-m", "benchmarks.programs.memory_loop"]
     everything = {"NEMO_LENS_SPAN_GROUPS": "all"}
     with ThreadPoolExecutor(2) as pool:
-        ours = pool.submit(child.run, [*child.instrumented(), *program], everything, progress, 240, iterations)
-        bare = pool.submit(child.run, program, {}, lambda share: None, 240, iterations)
+        ours = pool.submit(child.run, [*child.instrumented(), *program], everything, progress, 420, iterations)
+        bare = pool.submit(child.run, program, {}, lambda share: None, 420, iterations)
         return _compare(ours.result(), bare.result(), int(iterations))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 BLOCK_NS = 500_000  # short enough to fit between two interruptions, long against the clock's own cost
 PROBE = 50
+LEAST_ROUNDS = 400
 
 Block = Callable[[int], int]  # runs a statement n times and returns the nanoseconds that took
 
@@ -32,7 +33,7 @@ def calls(function: Callable[[Any], Any], argument: Any) -> Block:
 
 def interleave(
     blocks: Mapping[str, Block],
-    rounds: int,
+    seconds: float,
     progress: Callable[[float], None] = lambda share: None,
     counts: Mapping[str, int] | None = None,
 ) -> dict[str, np.ndarray]:
@@ -40,7 +41,7 @@ def interleave(
 
     Args:
         blocks: what to time, by name.
-        rounds: how often each block runs.
+        seconds: how long, in all; each block runs at least `LEAST_ROUNDS` times.
         counts: statements in a block, for those that do not get as many as fit into `BLOCK_NS`.
         progress: told the share that is done.
 
@@ -51,11 +52,14 @@ def interleave(
     found: dict[str, list[float]] = {name: [] for name in names}
     given = counts or {}
     sizes = {name: given.get(name) or _fitting(blocks[name]) for name in names}
-    for turn in range(rounds):
+    begun = time.monotonic()
+    turn = 0
+    while turn < LEAST_ROUNDS or time.monotonic() - begun < seconds:
         for name in names if turn % 2 == 0 else reversed(names):
             found[name].append(blocks[name](sizes[name]) / sizes[name])
         if turn % 50 == 0:
-            progress(turn / rounds)
+            progress(min(1.0, (time.monotonic() - begun) / seconds))
+        turn += 1
     return {name: np.array(values) for name, values in found.items()}
 
 

@@ -20,6 +20,7 @@ RUNS_FOLDER = "lens-runs"
 PROGRESS_AFTER_S = 1.0
 
 _BAD_INPUT = 2
+_TAKE_FILES = ("report", "compare", "html")  # commands that also take OTLP/JSON lines
 _BROKEN_PIPE = 141  # what a shell reports of a program that SIGPIPE ended
 
 app = typer.Typer(
@@ -425,7 +426,11 @@ def _bad_input() -> Iterator[None]:
 
 
 def _open(path: Path | None, command: str) -> tuple[RunDirectory, list[str]]:
-    """Finish what dead writers of the run left in the spool, then open it."""
+    """Finish what dead writers of the run left in the spool, then open it; a file is one of OTLP/JSON lines."""
+    if path is not None and path.is_file() and command in _TAKE_FILES:
+        from lens_auto.report.otlp import SpanRun
+
+        return SpanRun(path), []
     from lens_auto.recorder.finish import finish_dead
     from lens_auto.recorder.read import RunDirectory, UnreadableFile
 

@@ -133,6 +133,12 @@ class Node:
         """Say that a rank is to be sent."""
         launch.register(str(self.run_folder), writer.name, str(self.run_dir))
 
+    def add(self, writer: Writer) -> None:
+        """One more rank."""
+        writer.write(self.run_dir)
+        self.writers.append(writer)
+        self.register(writer)
+
     def recorded(self) -> list[Span]:
         """The spans that `lens-auto export` makes of all ranks, before anything is sent."""
         return [span for spans in read_spans(self.run_dir).values() for span in spans]

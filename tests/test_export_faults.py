@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from export_node import Ended, Exporter, Node, check_sum, rank, wait_until
+from export_node import Ended, Exporter, Node, alive, check_sum, rank, wait_until
 from receiver import PROTOCOLS, Receiver
 
+from lens_auto.export import launch
 from lens_auto.export.lane import BATCH_SPANS
 from lens_auto.export.spans import Span
 
@@ -290,3 +292,61 @@ def test_killed_again_and_again_while_nobody_answers(cases: Maker) -> None:
     for case in made:
         case.wait()
         case.check_all_received()
+
+
+def test_two_exporters_at_once(cases: Maker) -> None:
+    """Whoever has the lock sends, the other one ends at once."""
+    made = cases()
+    for case in made:
+        case.receiver.slow(0.001)
+        case.start()
+        wait_until(lambda case=case: launch.is_running(str(case.node.run_folder)))  # type: ignore[misc]
+        second = case.node.start(case.receiver.environment()).wait()
+        assert second.code == 0
+        assert launch.is_running(str(case.node.run_folder))
+    for case in made:
+        case.wait()
+        case.check_all_received()
+
+
+def test_terminated_with_its_ranks(cases: Maker) -> None:
+    """A scheduler sends SIGTERM to all processes of a job, and SIGKILL some time later."""
+    made = cases(0)
+    for case in made:
+        process = subprocess.Popen(["sleep", "60"])
+        writer = alive(rank(2, 100), process)
+        case.node.add(writer)
+        case.recorded = case.node.recorded()
+        case.start()
+        wait_until(lambda case=case: launch.is_running(str(case.node.run_folder)))  # type: ignore[misc]
+        assert case.exporter is not None
+        case.exporter.process.terminate()
+        process.terminate()
+        process.wait(5)
+    for case in made:
+        case.wait()
+        case.check_all_received()
+
+
+def test_a_rank_starts_another(cases: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the housekeeper of a rank does at every tick, while somebody kills its exporter."""
+    monkeypatch.setattr(launch, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(launch, "START_PATIENCE_S", 2.0)
+    case, _ = cases(200)
+    case.receiver.slow(0.001)
+    for name, value in {**case.receiver.environment(), "NEMO_LENS_EXPORT_STRATEGY": "all_ranks"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NEMO_LENS_SPOOL_DIR", str(case.node.run_folder.parents[1]))
+    keeper = launch.ExporterKeeper(str(case.node.run_folder), False, 0)
+    killed = 0
+    while launch.registered(str(case.node.run_folder)):
+        keeper.look()
+        (process,) = launch._started[-1:]
+        if killed < 2 and len(case.receiver.spans()) > killed * BATCH_SPANS:
+            process.kill()
+            process.wait(5)
+            killed += 1
+        time.sleep(0.05)
+    assert killed == 2
+    process.wait(10)
+    case.check_all_received()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
 from collections import Counter
@@ -14,13 +15,16 @@ from typing import Any
 
 import pytest
 from export_node import wait_until
-from launch import INSTRUMENT, PYTHON, RUN_RANKS, SCRIPTS, TORCHRUN, Launcher, Run, free_port
+from launch import CLOSING, INSTRUMENT, PYTHON, RUN_RANKS, SCRIPTS, TORCHRUN, Launcher, Run, free_port
 from receiver import Receiver
 from records import read_run, read_spans
 
 from lens_auto import semconv
+from lens_auto.export import otlp_json
 from lens_auto.export.kept import kept_spans
+from lens_auto.export.spans import run_spans
 from lens_auto.recorder import spool
+from lens_auto.recorder.read import RunDirectory
 
 LINGER, EXIT = "NEMO_LENS_EXPORTER_LINGER_S", "NEMO_LENS_EXIT_TIMEOUT_S"
 ALL = {"NEMO_LENS_SPAN_GROUPS": "all", "NEMO_LENS_EXPORT_STRATEGY": "all_ranks"}
@@ -241,7 +245,7 @@ def test_all_ranks_killed_while_nobody_answers(killed: Killed) -> None:
     launcher, run, receiver = killed.launcher, killed.run, killed.receiver
     assert run.code == signal.SIGKILL
     (told,) = run.lines
-    assert told.startswith("lens-auto: spans of 2 rank(s) are not sent yet (otlp: DEADLINE_EXCEEDED")
+    assert re.match(r"lens-auto: spans of 2 rank\(s\) are not sent yet( \(otlp: DEADLINE_EXCEEDED.*\))?; ", told)
     assert told.endswith(f"lens-auto recover lens-runs/{run.run_dir.name}")
     spans = {
         (span.span_id.hex(), span.name, span.start_ns, span.end_ns, len(span.links))
@@ -312,6 +316,26 @@ sys.exit(7)
 """
 
 
+# Two seconds and more pass between a step and the end, so that its spans are sent while the rank runs.
+SLOWLY = """
+import time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batches = TensorDataset(torch.ones(12, 2))
+for _ in range(3):
+    for (batch,) in DataLoader(batches):
+        model(batch).sum().backward()
+        optimizer.step()
+        time.sleep(0.1)
+    with torch.no_grad():
+        for (batch,) in DataLoader(batches):
+            model(batch)
+    torch.save(model.state_dict(), "model.pt")
+"""
+
+
 @dataclass
 class Alone:
     """A single rank that ended, and what its endpoint got."""
@@ -324,11 +348,16 @@ class Alone:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Alone]]:
-    """Three of them, side by side: a small spool, a run directory that cannot be written, a name of no exporter."""
-    steps = {"spool": STEPS, "run directory": 10, "name": 10}
+    """Four, side by side: a small spool, a run directory that cannot be written, a name of no exporter, a file."""
+    programs = {
+        "spool": ALONE.replace("STEPS", str(STEPS)),
+        "run directory": ALONE.replace("STEPS", "10"),
+        "name": ALONE.replace("STEPS", "10"),
+        "file": SLOWLY,
+    }
     with contextlib.ExitStack() as stack:
         started = {}
-        for name, count in steps.items():
+        for name, source in programs.items():
             launcher = Launcher(tmp_path_factory.mktemp("alone"))
             stack.callback(launcher.close)
             place = launcher.folder / "mounted"
@@ -341,9 +370,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Alone]
                 mount(place, "size=1m,ro", stack)
                 environment["NEMO_LENS_RUN_DIR"] = str(place / "run")
             else:
-                environment = {"OTEL_TRACES_EXPORTER": "jaegr"}
-            program = launcher.program(ALONE.replace("STEPS", str(count)))
-            started[name] = launcher, launcher.start((*INSTRUMENT, *PYTHON, program), environment), receiver, place
+                environment = {"OTEL_TRACES_EXPORTER": "jaegr" if name == "name" else "lens_file"}
+            command = (*INSTRUMENT, *PYTHON, launcher.program(source))
+            started[name] = launcher, launcher.start(command, environment), receiver, place
         yield {
             name: Alone(launcher, process.wait(), receiver, place)
             for name, (launcher, process, receiver, place) in started.items()
@@ -406,6 +435,28 @@ def test_a_name_of_no_exporter(alone: dict[str, Alone]) -> None:
     assert told.endswith(f"lens-auto recover lens-runs/{run.run_dir.name}")
     (writer,) = read_run(run.run_dir)
     assert len(writer.rows) == 21
+
+
+def test_a_file_is_what_export_writes(alone: dict[str, Alone]) -> None:
+    """Streamed while the rank ran, and equal to the byte but for how many spans are in a line. The records stay."""
+    run = alone["file"].run
+    assert (run.code, run.survivors) == (0, []), run.stderr
+    assert run.lines == [f"{CLOSING}lens-runs/{run.run_dir.name}"]
+    (file,) = run.run_dir.glob("spans-*.jsonl")
+    lines = [json.loads(line) for line in file.read_bytes().splitlines()]
+    assert len(lines) > 2
+
+    def spans_of(line: Any) -> list[Any]:
+        (part,) = line["resourceSpans"]
+        (scope,) = part["scopeSpans"]
+        return [(part["resource"], scope["scope"], span) for span in scope["spans"]]
+
+    written = [json.loads(line) for line, _ in otlp_json.lines(run_spans(RunDirectory(run.run_dir)))]
+    shown = sorted(json.dumps(span) for line in lines for span in spans_of(line))
+    assert shown == sorted(json.dumps(span) for line in written for span in spans_of(line))
+    assert len(shown) > 36 * 4
+    assert kept_spans(run.run_dir, "lens_file") == 0
+    check_spool_is_empty(alone["file"].launcher)
 
 
 # --- two nodes --------------------------------------------------------------------------------------------------------

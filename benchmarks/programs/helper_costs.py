@@ -58,7 +58,7 @@ def main() -> None:
         "bare": calls(bare, 1),
         "traced": calls(traced, 1),
     }
-    found = interleave(blocks, int(sys.argv[1]), report_progress)
+    found = interleave(blocks, float(sys.argv[1]), report_progress)
     leave_result(
         {
             "managed_span_us": over(found["span"], found["empty"])[0] / 1e3,

@@ -46,7 +46,7 @@ def stand_in(gate: list[bool]) -> Any:
     return module.nothing
 
 
-def nested_wait(rounds: int) -> float | None:
+def nested_wait(seconds: float) -> float | None:
     """What the hook adds to the wait inside a blocking collective, in ns; None where this torch has no gloo.
 
     The fake group's works have a `wait` of their own, which nobody patches.
@@ -74,7 +74,7 @@ def nested_wait(rounds: int) -> float | None:
 
     state.depth = 1
     try:
-        found = interleave({"hook": block(wrapper), "bare": block(original)}, rounds)
+        found = interleave({"hook": block(wrapper), "bare": block(original)}, seconds)
     finally:
         c10d.Work.wait = wrapper
         state.depth = 0
@@ -121,7 +121,7 @@ def profile(function: Any, tensor: torch.Tensor, count: int = 20_000) -> list[st
 
 
 def main() -> None:
-    mode, rounds, limit_us = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+    mode, seconds, limit_us = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     tensor = torch.zeros(16)
     hook = dist.all_reduce
@@ -140,9 +140,9 @@ def main() -> None:
     }
     if mode == "on":
         blocks["span"] = span_block()
-    found = interleave(blocks, rounds, report_progress, {"hook": COUNT, "bare": COUNT})
+    found = interleave(blocks, seconds, report_progress, {"hook": COUNT, "bare": COUNT})
     written = (runtime.recorder.written() if runtime.recorder is not None else 0) - before
-    expected = COUNT * rounds if mode == "on" else 0
+    expected = COUNT * len(found["hook"]) if mode == "on" else 0
     if written != expected or guard.fault_count():
         raise SystemExit(f"{written} records instead of {expected}, {guard.fault_count()} faults of hooks")
 
@@ -157,7 +157,7 @@ def main() -> None:
             "wrapper_median_us": wrapper_median_ns / 1e3,
             "bare_us": undisturbed_ns(found["bare"]) / 1e3,
             "span_us": undisturbed_ns(found["span"]) / 1e3 if mode == "on" else None,
-            "wait_ns": nested_wait(rounds) if mode == "watch" else None,
+            "wait_ns": nested_wait(seconds / 3) if mode == "watch" else None,
             "profile": profile(hook, tensor) if cost_ns / 1e3 > limit_us and mode != "off" else [],
         }
     )

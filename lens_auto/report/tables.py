@@ -34,7 +34,7 @@ TABLES: dict[str, str] = {
     "iterations": "one row a rank and iteration: attempt, rank, iteration, start_ns, duration_ns, training_ns (without"
     " evaluation and checkpoints), then the time of each phase: data_loading_ns, forward_ns ...",
     "work": "one row a rank and compared iteration: attempt, rank, iteration, span_ns (between its operations), own"
-    " work by phase (own_data_loading_ns ...), late_ns (beyond the others), waits_ns (for the others), communication_ns",
+    " work by phase (own_data_loading_ns ...), late_ns (beyond others), waits_ns (for others), communication_ns",
     "phases": "one row a piece of an iteration: attempt, rank, iteration, phase, start_ns, duration_ns",
     "operations": "one row a call: attempt, rank, iteration, operation, process_group, seq, peer, tag, bytes, dtype,"
     " group_size, asynchronous, start_ns, duration_ns, exposed_ns",
