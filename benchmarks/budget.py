@@ -73,6 +73,7 @@ BUDGETS: tuple[Budget, ...] = (
     ),
     Budget("exporter", "exporter process: CPU per span, over SDK span and stock encoder", 1 / 2, "x"),
     Budget("exporter-http", "the same over OTLP/HTTP", 1 / 2, "x"),
+    Budget("exporter-training", "iteration time while the endpoint refuses, over the exporter stopped", 1.02, "x"),
     Budget("exporter-memory", "exporter process: resident memory with a backlog, over a bare Python", 120.0, "MB"),
 )
 BY_NAME = {each.name: each for each in BUDGETS}

@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     model = DistributedDataParallel(Model(args.width, delay["forward"], delay["backward"]))
     optimizer = SlowAdamW(model.parameters(), lr=3e-3, milliseconds=delay["optimizer"])
-    pauses = Pauses(12, int(delay["gc"] * 40_000), args.seed + rank) if delay["gc"] else None
+    pauses = Pauses(12, int(delay["gc"] * 20_000), args.seed + rank) if delay["gc"] else None
 
     step, epoch = 0, 0
     while step < args.steps:

@@ -103,6 +103,21 @@ class NemoLensConfig:
             span_group_cls=span_group_cls,
         )
 
+    @classmethod
+    def for_strategy(cls) -> NemoLensConfig:
+        """What an export strategy looks at, and nothing else: a bad value of another variable is not its business.
+
+        Raises:
+            ValueError: one of the `NEMO_LENS_EXPORT_*` values is not of its kind.
+        """
+        env = _PrefixedEnvironment(os.environ, "NEMO_LENS", "")
+        return cls(
+            enabled=True,
+            export_strategy=env.text("EXPORT_STRATEGY", cls.export_strategy),
+            export_rank=env.integer("EXPORT_RANK", cls.export_rank),
+            export_sample_rate=env.fraction("EXPORT_SAMPLE_RATE", cls.export_sample_rate),
+        )
+
 
 class _PrefixedEnvironment:
     """Reads `<prefix>_<KEY>`, else `<fallback>_<KEY>`; blank counts as unset, as OpenTelemetry has it."""

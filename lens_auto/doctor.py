@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import sys
 from typing import Any
@@ -92,7 +93,12 @@ def _patched(problems: list[str]) -> dict[str, list[str]]:
         try:
             instrumentor = point.load()()
             instrumentor.instrument(skip_dep_check=True)
-            missing = _import_all(instrumentor.waits_for())
+            waits_for = instrumentor.waits_for()
+            if not any(importlib.util.find_spec(name.partition(".")[0]) for name in waits_for):
+                instrumentor.uninstrument()
+                found[point.name] = []  # the library is not installed: nothing is wrong with that
+                continue
+            missing = _import_all(waits_for)
             found[point.name] = instrumentor.patched()
             instrumentor.uninstrument()
         except Exception as error:

@@ -66,7 +66,7 @@ def test_the_data_of_a_straggler(tmp_path: Path) -> None:
     assert own[2] - max(own[0], own[1], own[3]) == pytest.approx(10, abs=0.5)
     assert heat["own"][0][0] is None  # no operation before it to count from
     assert [each["rank"] for each in data["work"]] == [0, 1, 2, 3]
-    assert data["operations"][0]["operation"] == "all_reduce"
+    assert "all_reduce" in [each["operation"] for each in data["operations"]]
 
 
 def test_the_timeline(tmp_path: Path) -> None:

@@ -302,9 +302,13 @@ def test_bad_input_is_one_line(tmp_path: Path, name: str) -> None:
     later = {"format": "lens-run", "version": 3}
     (run / "of another version" / layout.MANIFEST_NAME).write_text(json.dumps(later))
     valid = "a folder with manifest.json and ranks/ is valid; nothing is read"
+    no_lines = (  # `report` reads files of a collector as well
+        "file: no OTLP/JSON lines; a folder with manifest.json and ranks/ is valid, and so are lines like"
+        ' {"resourceSpans": [...]}; nothing is read'
+    )
     for arguments, cwd, says in (
         (["none"], tmp_path, f"none: there is no such directory; {valid}"),
-        (["file"], tmp_path, f"file: not a directory; {valid}"),
+        (["file"], tmp_path, no_lines if name == "report" else f"file: not a directory; {valid}"),
         (["."], tmp_path, f".: not a run directory; {valid}"),
         (["lens-runs"], tmp_path, "lens-runs: not a run directory but a folder of 1; the newest is lens-runs/one"),
         ([], run, f"there is no run directory in ./lens-runs; name one: lens-auto {name} RUN_DIR"),

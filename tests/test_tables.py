@@ -185,10 +185,8 @@ def test_a_tenth_of_a_large_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_large_run(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_large_run(tmp_path: Path) -> None:
     """8 ranks x 10,000 iterations x 40 records in under 30 s and 2 GB."""
-    if "slow" not in request.config.option.markexpr:
-        pytest.skip("wants a machine of its own: -m slow")
     assert write_large(tmp_path) == 3_200_000
     output, seconds, _, peak_bytes = measured("report", str(tmp_path))
     check_large(output)

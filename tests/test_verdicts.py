@@ -48,13 +48,6 @@ def found_in(run_dir: Path) -> list[tuple[str, list[int], str | None]]:
     return [(each["kind"], each["ranks"], each["cause"]) for each in report["findings"]]
 
 
-@pytest.fixture
-def asked_for(request: pytest.FixtureRequest) -> None:
-    """Tests of the full matrix take minutes and want a machine of their own: they run with `-m slow`."""
-    if "slow" not in request.config.option.markexpr:
-        pytest.skip("part of the full matrix: -m slow")
-
-
 # --- one rank is slow -------------------------------------------------------------------------------------------------
 
 
@@ -431,24 +424,24 @@ CAUSES = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.usefixtures("asked_for")
 class TestMatrix:
     """Each fault on each of two ranks, and none where there is none."""
 
     @pytest.mark.parametrize("rank", [0, 1])
     @pytest.mark.parametrize("fault", CAUSES)
     def test_one_rank(self, launch: Launcher, fault: str, rank: int) -> None:
-        run_dir = train(launch, "--fault", fault, "--rank", str(rank))
+        run_dir = train(launch, "--fault", fault, "--rank", str(rank), "--delay-ms", "80", "--steps", "60")
         assert verdict_of(run_dir) == ("straggler", [rank], CAUSES[fault])
 
     @pytest.mark.parametrize(("fault", "kind"), [("dataset", "input_bound"), ("optimizer", "optimizer_bound")])
     def test_all_ranks(self, launch: Launcher, fault: str, kind: str) -> None:
-        assert verdict_of(train(launch, "--fault", fault, "--rank", "all")) == (kind, [], CAUSES[fault])
+        run_dir = train(launch, "--fault", fault, "--rank", "all", "--delay-ms", "80", "--steps", "60")
+        assert verdict_of(run_dir) == (kind, [], CAUSES[fault])
 
     @pytest.mark.parametrize("rank", ["0", "1", "all"])
     def test_garbage_collection(self, launch: Launcher, rank: str) -> None:
         ranks = [0, 1] if rank == "all" else [int(rank)]
-        run_dir = train(launch, "--fault", "gc", "--rank", rank, "--steps", "200")
+        run_dir = train(launch, "--fault", "gc", "--rank", rank, "--steps", "150")
         assert verdict_of(run_dir) == ("stalls", ranks, "other")
 
     def test_checkpoints(self, launch: Launcher) -> None:

@@ -103,7 +103,7 @@ def span_block() -> Any:
 
 
 def profile(function: Any, tensor: torch.Tensor, count: int = 20_000) -> list[str]:
-    """Where a hook's time goes: its functions by own time. The profiler's own cost inflates what makes many calls."""
+    """Where a hook's time goes: its functions by their share. The profiler's own cost inflates what makes many calls."""
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(count):
@@ -115,9 +115,10 @@ def profile(function: Any, tensor: torch.Tensor, count: int = 20_000) -> list[st
         called_by_us = path == "~" and any("lens_auto" in who[0] or "instrumentors" in who[0] for who in callers)
         if ours or called_by_us:
             where = "/".join(path.split("/")[-2:]) + ":" if ours else ""
-            rows.append((own_s / count * 1e6, f"{where}{name}"))
+            rows.append((own_s, f"{where}{name}"))
     rows.sort(reverse=True)
-    return [f"{own_us:5.2f} us  {what}" for own_us, what in rows[:10]]
+    total_s = sum(own_s for own_s, _ in rows)
+    return [f"{100 * own_s / total_s:3.0f} %  {what}" for own_s, what in rows[:12]]
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ class Exporting:
     def decide(self, rank: int, world_size: int) -> bool | None:
         """What the export strategy says of this rank; None: a strategy that the program has not registered (yet)."""
         try:
-            config = NemoLensConfig.from_env()
+            config = NemoLensConfig.for_strategy()
             return bool(get_export_strategy(config.export_strategy)(config, rank, world_size))
         except Exception as error:  # a strategy may be the program's own
             if not self._told:

@@ -184,6 +184,11 @@ class Lane:
                 work = self._works[writer] = _Work(Progress(folder, self.name))
             return work
 
+    @property
+    def has_part(self) -> bool:
+        """Whether it is in the middle of a part: it then needs no candidates."""
+        return self._in_hand is not None
+
     def step(self, candidates: Sequence[Candidate]) -> bool:
         """Send at most one batch; writers take turns, part by part. True: there may be more at once."""
         if time.monotonic() < self._not_before:

@@ -85,6 +85,7 @@ class Encoder:
     def __init__(self) -> None:
         self._texts: dict[tuple[str, Any], bytes] = {}
         self._numbers: dict[tuple[str, Any], bytes] = {}
+        self._booleans: dict[tuple[str, Any], bytes] = {}  # apart: True equals 1
         self._heads: dict[tuple[str, int], bytes] = {}  # of an integer: key and length, all but its own bytes
         self._names: dict[str, bytes] = {}
         self._resource: tuple[Mapping[str, Any], bytes] = ({}, _field(1, b""))
@@ -110,13 +111,15 @@ class Encoder:
             pieces = [b"\n\x10", span.trace_id, b"\x12\x08", span.span_id, name, times]
         else:
             pieces = [b"\n\x10", span.trace_id, b"\x12\x08", span.span_id, b'"\x08', span.parent_id, name, times]
-        texts, numbers = self._texts, self._numbers
+        texts, numbers, booleans = self._texts, self._numbers, self._booleans
         for key, value in span.attributes.items():
             kind = type(value)
             if kind is str:
                 pieces.append(texts.get((key, value)) or self._text(key, value))
             elif kind is int:
                 pieces.append(numbers.get((key, value)) or self._number(key, value))
+            elif kind is bool:
+                pieces.append(booleans.get((key, value)) or self._boolean(key, value))
             else:
                 pieces.append(_key_value(_SPAN_ATTRIBUTES, key, value))
         for link in span.links:
@@ -129,6 +132,12 @@ class Encoder:
         if len(self._texts) > _KNOWN:
             self._texts.clear()
         found = self._texts[key, value] = _key_value(_SPAN_ATTRIBUTES, key, value)
+        return found
+
+    def _boolean(self, key: str, value: Any) -> bytes:
+        if len(self._booleans) > _KNOWN:
+            self._booleans.clear()
+        found = self._booleans[key, value] = _key_value(_SPAN_ATTRIBUTES, key, value)
         return found
 
     def _number(self, key: str, value: Any) -> bytes:

@@ -207,8 +207,9 @@ def drain(lane: Lane, locals_: Callable[[], list[Local]], stop: Callable[[], boo
     """Work on a lane until told to stop."""
     while not stop():
         try:
+            ranks = [] if lane.has_part else locals_()
             busy = lane.step(
-                [Candidate(each.writer, each.folder, each.ended) for each in locals_() if each.folder and each.sends]
+                [Candidate(each.writer, each.folder, each.ended) for each in ranks if each.folder and each.sends]
             )
         except Exception:
             logger.exception("lane %s goes on in a moment", lane.name)
@@ -229,7 +230,7 @@ class Exporter:
         self._run_folder = run_folder.rstrip(os.sep)
         self._problems: list[str] = []
         try:
-            self._config = NemoLensConfig.from_env()
+            self._config = NemoLensConfig.for_strategy()
         except ValueError as error:
             self._config = NemoLensConfig()
             self._problems.append(str(error))

@@ -90,7 +90,7 @@ def recover(run: RunDirectory, advance: Callable[[int], None]) -> Sent:
     """
     os.environ.setdefault("OTEL_TRACES_EXPORTER", ",".join(exporter_names()) or "otlp")
     world_size = max((writer.info.world_size for writer in run.writers), default=1)
-    config = NemoLensConfig.from_env()
+    config = NemoLensConfig.for_strategy()
     lanes, problems = make_lanes(config, lambda: world_size, lambda: _file_of(run))
     if not lanes:
         raise NotSent("; ".join(problems) or "OTEL_TRACES_EXPORTER names no exporter")

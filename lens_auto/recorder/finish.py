@@ -171,15 +171,23 @@ def spooled_runs(key: str | None = None) -> list[str]:
 
 def run_dir_of(folder: str, info: dict[str, object]) -> str | None:
     """Where a dead writer's files belong: where it said, where its siblings went, or where it would have gone alone."""
+    told = _told_run_dir(folder, info)
+    if told is not None:
+        return told
+    wanted, run_id = info.get("fallback_dir"), info.get("run_id")
+    if isinstance(wanted, str) and isinstance(run_id, str):
+        return rundir.claim(wanted, run_id)
+    return None
+
+
+def _told_run_dir(folder: str, info: dict[str, object]) -> str | None:
+    """What a writer or a sibling of it says of the run directory; None where nobody knew it yet."""
     if isinstance(info.get("run_dir"), str):
         return str(info["run_dir"])
     for sibling in sorted(glob.glob(os.path.join(glob.escape(os.path.dirname(folder)), "*"))):
         other = read_writer(sibling)
         if other is not None and isinstance(other.get("run_dir"), str):
             return str(other["run_dir"])
-    wanted, run_id = info.get("fallback_dir"), info.get("run_id")
-    if isinstance(wanted, str) and isinstance(run_id, str):
-        return rundir.claim(wanted, run_id)
     return None
 
 
@@ -202,10 +210,13 @@ def finish_dead(run_dir: str | None = None, key: str | None = None) -> list[str]
         if info is None or is_alive(info):
             continue
         try:
+            if wanted is not None:  # another run's are left alone, whatever is wrong with them
+                named = _told_run_dir(folder, info) or info.get("fallback_dir")
+                if not isinstance(named, str) or os.path.realpath(named) != wanted:
+                    continue
             target = run_dir_of(folder, info)
-            if target is None or (wanted is not None and os.path.realpath(target) != wanted):
-                continue
-            finish_writer(folder, target)
+            if target is not None:
+                finish_writer(folder, target)
         except OSError as error:
             problems.append(f"{folder!r} cannot be moved to its run directory ({error}); it stays where it is")
     return problems

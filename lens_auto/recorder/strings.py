@@ -17,22 +17,33 @@ class Interner:
 
     The file gets a line before the number is handed out, so that no record names a string that is not on disk. Where
     the disk is full, the number 0 (no string) is given instead.
+
+    The file is opened for each new string and closed again: a descriptor held for the life of the process may be closed
+    by the program (daemonizing code closes all that it finds), and its number be a file of the program's by then.
     """
 
     def __init__(self, folder: str | None) -> None:
         self._ids: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._descriptor = -1
+        self._path = ""
         if folder is not None:
             path = os.path.join(folder, STRINGS_NAME)
-            flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._descriptor = os.open(path, flags, 0o600)
-            self._append(json.dumps({"format": STRINGS_FORMAT, "version": FORMAT_VERSION}))
+            header = json.dumps({"format": STRINGS_FORMAT, "version": FORMAT_VERSION})
+            self._write(path, header, os.O_CREAT | os.O_EXCL)
+            self._path = path
+
+    @staticmethod
+    def _write(path: str, line: str, flags: int = 0) -> bool:
+        data = line.encode() + b"\n"
+        descriptor = os.open(path, flags | os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            return os.write(descriptor, data) == len(data)
+        finally:
+            os.close(descriptor)
 
     def _append(self, line: str) -> bool:
-        data = line.encode() + b"\n"
         try:
-            return os.write(self._descriptor, data) == len(data)
+            return self._write(self._path, line)
         except OSError:
             return False
 
@@ -46,7 +57,7 @@ class Interner:
         return next((text for text, each in list(self._ids.items()) if each == number), "")
 
     def _intern(self, text: str) -> int:
-        if not text or self._descriptor < 0:
+        if not text or not self._path:
             return 0
         with self._lock:
             found = self._ids.get(text)
@@ -59,8 +70,6 @@ class Interner:
             return number
 
     def close(self) -> None:
-        """Close the side file; strings not yet known are 0 from now on."""
+        """Write no more; strings not yet known are 0 from now on."""
         with self._lock:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-                self._descriptor = -1
+            self._path = ""

@@ -19,7 +19,7 @@ from lens_auto.recorder.layout import Phase
 from lens_auto.report import clocks
 from lens_auto.report.clocks import HostClock
 from lens_auto.report.statistics import Float64Array
-from lens_auto.report.work import BACKWARD_GROUP, GAP_GROUP, GATHERING_WRAPPERS, PHASES, REDUCING_WRAPPERS, Source
+from lens_auto.report.work import BACKWARD_GROUP, GAP_GROUP, GATHERING_WRAPPERS, PHASES, REDUCER, Source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _MAX_CELLS = 120_000_000
 # Ranks that end backward together, to within this share of an iteration, meet there.
 _TOGETHER = 0.1
+_COVERED = 0.5  # share of the iterations that must have a recorded collective
 _JITTER_NS = 500_000
 _SEQ_BITS = 40
 _LOWEST, _HIGHEST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
@@ -217,11 +218,13 @@ class _Matcher:
         self._agree_on_backward()
         wrappers = frozenset[str]().union(*(each.work.wrappers for each in self.writers))
         chosen = [np.flatnonzero(each["source"] == Source.COLLECTIVE) for each in self.points]
-        if wrappers & REDUCING_WRAPPERS:
+        # What FSDP issues passes through Python: it is hidden only where collectives are not recorded.
+        recorded = self._covers(chosen) >= _COVERED
+        if REDUCER in wrappers or (wrappers & GATHERING_WRAPPERS and not recorded):
             chosen = _joined(chosen, self._hidden(always=True))
-        elif self._covers(chosen) < 0.5:
+        elif not recorded:
             chosen = _joined(chosen, self._hidden(always=False))
-        found = self._lay_out(chosen, bool(wrappers & GATHERING_WRAPPERS))
+        found = self._lay_out(chosen, bool(wrappers & GATHERING_WRAPPERS) and not recorded)
         if found is None:
             self.notes.append(
                 "no operation is seen in which the ranks met: they are not compared"
@@ -379,6 +382,10 @@ class _Matcher:
         comm[hidden] = exposed[hidden] = 0
         if gathers:
             _share_forward(own, wait, present)
+            self.notes.append(
+                "the collectives inside forward are not recorded: the shortest forward of an iteration is taken as"
+                " everybody's own (NEMO_LENS_SPAN_GROUPS=all records them)"
+            )
         return Matched(
             writers=self.writers,
             iteration=iteration,

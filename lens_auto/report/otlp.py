@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 
 from lens_auto import semconv
-from lens_auto.recorder.layout import Flag, Kind
+from lens_auto.recorder.layout import MANIFEST_NAME, RANKS_DIR, Flag, Kind
 from lens_auto.recorder.read import (
     RECORD_DTYPE,
     Clock,
@@ -101,7 +101,8 @@ class SpanRun(RunDirectory):
                     bad += 1
         if bad == lines:
             kind = "empty" if not lines else "no OTLP/JSON lines"
-            raise UnreadableFile(self.path, kind, valid, "nothing is read")
+            folder = f"a folder with {MANIFEST_NAME} and {RANKS_DIR}/ is valid, and so are "
+            raise UnreadableFile(self.path, kind, folder + valid.replace(" are valid", ""), "nothing is read")
         if bad:
             self.problems.append(
                 UnreadableFile(self.path, f"{bad} of {lines} lines are damaged", valid, "they are skipped")

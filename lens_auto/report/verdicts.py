@@ -305,20 +305,16 @@ class Judge:
         """What stalls added to the work before each operation, and that by rank and phase in all."""
         matched = self.matched
         stalled = self.stalled[matched.operation_iteration]
-        usual = np.stack([self._usual(phase) for phase in Phase], axis=2)
-        above = np.where(stalled[:, :, None], np.maximum(self.own - usual[matched.operation_position], 0), 0)
+        above = np.where(stalled[:, :, None], np.maximum(self.own - self._usual()[matched.operation_position], 0), 0)
         above[:, :, _APART] = 0
         return above.sum(axis=2), above.sum(axis=0)
 
-    def _usual(self, phase: int) -> Float64Array:
-        """What each rank usually does of a phase before the n-th operation of an iteration."""
-        matched = self.matched
-        return np.stack(
-            [
-                np.median(self.own[matched.operation_position == position, :, phase], axis=0)
-                for position in range(int(matched.operation_position.max(initial=-1)) + 1)
-            ]
-        )
+    def _usual(self) -> Float64Array:
+        """What each rank usually does of each phase before the n-th operation of an iteration: [n, rank, phase]."""
+        position = self.matched.operation_position
+        order = np.argsort(position, kind="stable")
+        parts = np.split(order, np.flatnonzero(np.diff(position[order])) + 1)
+        return np.stack([np.median(self.own[rows], axis=0) for rows in parts])
 
     # --- findings -----------------------------------------------------------------------------------------------------
 

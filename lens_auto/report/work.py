@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from lens_auto.recorder.read import Records, WriterFiles
 
-# Wrappers whose gradients travel inside backward, unseen; and those that also gather weights inside forward.
-REDUCING_WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"})
+# The wrapper whose gradients travel inside backward, unseen; and those that gather weights inside forward, too.
+REDUCER = "DistributedDataParallel"
 GATHERING_WRAPPERS = frozenset({"FullyShardedDataParallel", "fully_shard"})
 # Nobody leaves these before everybody has come. (The root of a broadcast may leave first.)
 _MUTUAL = frozenset(
