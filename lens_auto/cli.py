@@ -94,12 +94,14 @@ def report(
 ) -> None:
     """Say what slows a run down, and show where its iterations went, which ranks died, and what was lost."""
     from lens_auto.report.load import load
+    from lens_auto.report.removed import removed
     from lens_auto.report.summary import summarize
 
     with _bad_input():
         run, problems = _open(run_dir, "report")
         with _progress("reading", len(run.writers)) as advance:
             loaded = load(run, advance)
+        problems += removed((each.writer.info.raw for each in loaded), (each.records for each in loaded))
         summary = summarize(run, loaded, problems)
         if sql is not None:
             _query(sql, summary, loaded, as_json)

@@ -305,6 +305,7 @@ def _make_recorder(current: Settings) -> tuple[Recorder, Housekeeper]:
     if names and folder is not None:
         run_folder = os.path.dirname(os.path.dirname(folder))
         keeper.exporting = Exporting(run_folder, names, _environment_int("LOCAL_RANK", 0))
+        info["sends"] = True
     else:
         info["exports"] = True
     return made, keeper

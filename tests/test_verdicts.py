@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import orjson
 import pytest
 from launch import INSTRUMENT, RUN_RANKS, TORCHRUN, Launcher
 from simulate import Job, on
@@ -44,7 +45,7 @@ def matched_of(run_dir: Path) -> Matched:
 
 def found_in(run_dir: Path) -> list[tuple[str, list[int], str | None]]:
     """Kind, ranks and cause of every finding, as --json has them."""
-    report = json.loads(json.dumps(summary_of(run_dir).to_json()))
+    report = json.loads(orjson.dumps(summary_of(run_dir).to_json()))
     return [(each["kind"], each["ranks"], each["cause"]) for each in report["findings"]]
 
 
@@ -493,10 +494,10 @@ class TestMatrix:
             with contextlib.suppress(BrokenPipeError), pipe.open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(8 * 1024))  # a batch
-                    time.sleep(0.08)
+                    time.sleep(0.25)
 
         threading.Thread(target=feed, daemon=True).start()
-        run_dir = train(launch, "--fault", "file", "--rank", str(rank), "--dataset-file", str(pipe))
+        run_dir = train(launch, "--fault", "file", "--rank", str(rank), "--dataset-file", str(pipe), "--steps", "50")
         assert verdict_of(run_dir) == ("straggler", [rank], "data_loading")
 
     @pytest.mark.parametrize("fault", ["dataset", "forward"])

@@ -43,6 +43,7 @@ STALL_SHARE = 0.5
 STALL_DEVIATIONS = 8.0
 # A few stalls are how a busy machine looks, too: they must cost more to be told than many.
 STALL_EVENTS, STALL_FEW_EVENTS, STALL_FEW_EFFECT = 4, 8, 0.10
+STALL_RANK = 0.25  # a rank is named where it lost at least this share of what the worst one did
 STEADY_FROM = 0.25  # a rank that stalls in more than this share of the iterations is slow, not interrupted
 # On a busy machine some rank is late in every iteration, and one more often than the others. A steady straggler is late
 # in at least this share of the iterations, and at its best still slower than the others at their best.
@@ -597,7 +598,8 @@ class Judge:
         if effect.value < threshold or not effect.above(threshold / 2):
             return None
         counts = self.stalled.sum(axis=0)
-        columns = [column for column in range(len(self.ranks)) if counts[column] > 0.1 * events]
+        lost = by_phase.sum(axis=1)
+        columns = [column for column in range(len(self.ranks)) if lost[column] >= STALL_RANK * lost.max()]
         cause, causes = _cause({phase_name(p): float(by_phase[:, p].sum()) for p in _TRAINING})
         each = float(above[self.stalled[self.matched.operation_iteration]].sum()) / events
         ranks = [self.ranks[column] for column in columns]
@@ -617,7 +619,11 @@ class Judge:
             f"{named(ranks)} {'stalls' if len(ranks) == 1 else 'stall'} now and then: {events} times"
             f" {duration(each)}, about every {every:.0f}th iteration, in {where}",
             advice,
-            {"events": events, "mean_ns": round(each), "by_rank": {self.ranks[c]: int(counts[c]) for c in columns}},
+            {
+                "events": events,
+                "mean_ns": round(each),
+                "by_rank": {str(self.ranks[c]): int(counts[c]) for c in columns},
+            },
         )
 
     def _stalls_at_loader_start(self) -> bool:
