@@ -103,7 +103,7 @@ def span_block() -> Any:
 
 
 def profile(function: Any, tensor: torch.Tensor, count: int = 20_000) -> list[str]:
-    """Where a hook's time goes: its functions by their share. The profiler's own cost inflates what makes many calls."""
+    """Where a hook's time goes, by function. The profiler's own cost inflates what makes many calls."""
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(count):
