@@ -1063,7 +1063,7 @@ def _verdict(analysis: Analysis) -> str:
     )
     start = (
         f"{named(culprit.waiting)} {'waits' if len(culprit.waiting) == 1 else 'wait'} in {operation}; "
-        if culprit.waiting
+        if culprit.waiting and operation
         else ""
     )
     if culprit.cause in ("other_operation", "other_size", "other_dtype"):
