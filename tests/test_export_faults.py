@@ -343,6 +343,7 @@ def test_a_rank_starts_another(cases: Maker, monkeypatch: pytest.MonkeyPatch) ->
         keeper.look()
         (process,) = launch._started[-1:]
         if killed < 2 and len(case.receiver.spans()) > killed * BATCH_SPANS:
+            time.sleep(0.2)  # what was taken is written down
             process.kill()
             process.wait(5)
             killed += 1

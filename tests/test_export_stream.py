@@ -76,6 +76,7 @@ def eventful(iterations: int, seed: int) -> Writer:
     writer = rank(0, 0, world_size=1)
     loader = writer.loader()
     waiting: list[int] = []
+    doubtful: list[int] = []
     for number in range(iterations):
         writer.fetch(loader)
         writer.wait(1)
@@ -92,6 +93,14 @@ def eventful(iterations: int, seed: int) -> Writer:
         if draw.random() < 0.3:
             writer.take(Kind.SEND, 1, name="send", group="0", peer=1, seq=number, init=1)
             writer.take(Kind.RECV, 1, name="recv", group="0", peer=1, seq=number, init=1)
+        if draw.random() < 0.2:
+            flags = Flag.SPAN | Flag.ANY_SOURCE | Flag.AMBIGUOUS | (Flag.ASYNC if draw.random() < 0.5 else 0)
+            doubtful.append(writer.take(Kind.RECV, 1, flags, name="irecv", group="0", init=1))
+        while doubtful and draw.random() < 0.4:
+            receive = doubtful.pop(0) + 1
+            writer.add(Kind.RECV_SOURCE, writer.now, writer.now, 0, ref=receive, peer=1, seq=1000 + number)
+            if draw.random() < 0.5:
+                writer.add(Kind.WAIT, writer.now, writer.now + 1, ref=receive, name="wait")
         if draw.random() < 0.1:
             writer.take(Kind.COLLECTIVE, 1, Flag.SPAN | Flag.FAILED, name="barrier", detail="RuntimeError")
         writer.step()

@@ -396,6 +396,12 @@ def main(arguments: list[str]) -> int:
     """Entry point of `python -m lens_auto.export.process RUN_FOLDER`."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     run_folder = arguments[0]
+    exporter = Exporter(run_folder)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        exporter.terminate()
+
+    signal.signal(signal.SIGTERM, end)
     with contextlib.suppress(OSError):
         os.nice(NICENESS)  # training first
     try:
@@ -405,12 +411,6 @@ def main(arguments: list[str]) -> int:
         return 1
     if lock is None:
         return 0  # another one is it
-    exporter = Exporter(run_folder)
-
-    def end(number: int, frame: FrameType | None) -> None:
-        exporter.terminate()
-
-    signal.signal(signal.SIGTERM, end)
     exporter.run()
     logging.shutdown()
     sys.stdout.flush()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from lens_auto.export.pipeline_spans import apply_receive_sources
 from lens_auto.export.spans import Looked, Others, Part, Span, SpanMaker, look_at
 from lens_auto.groups import TrainingSpanGroup as Group
 from lens_auto.iteration.rule import Iterations, Resume, find_iterations
@@ -299,16 +300,19 @@ def _choose(
 
 
 def _held(records: Records, until_ns: int, missing: tuple[int, ...]) -> tuple[int, ...]:
-    """Asynchronous operations before the cut that nobody has waited for yet, and waits for what is missing."""
+    """What was before the cut and is not known whole: asynchronous operations that nobody has waited for, receives
+    whose source may yet be told, and waits for what is missing.
+    """
     data = records.data
     wait = data["kind"] == Kind.WAIT
     target = data["ref"].astype(np.int64) - 1
-    begun = ((data["flags"] & Flag.ASYNC) != 0) & (data["start_ns"] < until_ns)
-    begun &= data["end_ns"].astype(np.int64) > time.monotonic_ns() - PATIENCE_NS
-    begun &= ~np.isin(records.numbers, target[wait])
+    now_known = apply_receive_sources(data, records.numbers)
+    doubtful = (data["kind"] == Kind.RECV) & ((now_known["flags"] & Flag.AMBIGUOUS) != 0)
+    held = (((data["flags"] & Flag.ASYNC) != 0) & ~np.isin(records.numbers, target[wait])) | doubtful
+    held &= data["end_ns"].astype(np.int64) > time.monotonic_ns() - PATIENCE_NS
     if missing:
-        begun |= wait & np.isin(target, np.array(missing, dtype=np.int64))
-    return tuple(records.numbers[begun].tolist())
+        held |= wait & np.isin(target, np.array(missing, dtype=np.int64))
+    return tuple(records.numbers[held & (data["start_ns"] < until_ns)].tolist())
 
 
 def _missing(records: Records, position: Position, gap: int, below: int) -> tuple[int, ...]:
@@ -329,10 +333,10 @@ def _after(looked: Looked, resume: Resume | None, cut: Cut) -> Position:
     done = data["start_ns"] < cut.until_ns
     if cut.held:
         done &= ~np.isin(numbers, np.array(cut.held, dtype=np.int64))
-    wait = data["kind"] == Kind.WAIT
-    target = data["ref"][wait].astype(np.int64) - 1
-    waited = np.append(numbers[~done & ~wait], np.array(cut.missing, dtype=np.int64))
-    done[wait] = ~np.isin(target, waited)
+    # What completes an operation goes with it.
+    completes = np.isin(data["kind"], (Kind.WAIT, Kind.RECV_SOURCE))
+    still = np.append(numbers[~done & ~completes], np.array(cut.missing, dtype=np.int64))
+    done[completes] = ~np.isin(data["ref"][completes].astype(np.int64) - 1, still)
     still_open = {*numbers[~done].tolist(), *cut.missing}
     places = tuple(
         Place(
@@ -341,7 +345,7 @@ def _after(looked: Looked, resume: Resume | None, cut: Cut) -> Position:
             bool(looked.place.in_job[row]),
             looked.place.parent(row),
         )
-        for row in np.flatnonzero(~done & ~wait & (data["start_ns"] < cut.until_ns)).tolist()
+        for row in np.flatnonzero(~done & ~completes & (data["start_ns"] < cut.until_ns)).tolist()
     )
     return Position(cut.below, tuple(sorted(still_open)), places, _resume(data, iterations, resume, cut))
 
