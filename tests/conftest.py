@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from launch import Launcher
+
+# A shell that starts the tests in the background has SIGINT ignored, and every program started here would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

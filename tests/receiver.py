@@ -1048,6 +1048,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
     with Receiver(options.protocol, tls=options.tls, port=options.port, down=options.fault == "down") as receiver:
         try:
             _obey(receiver, options.fault)
