@@ -1,6 +1,6 @@
 """Measures what lens-auto costs and holds it against its budgets.
 
-Exits with 1 where a budget is missed or could not be measured.
+Exits with 1 where a budget is missed, could not be measured, or where the machine is too busy to tell.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ GROUPS: tuple[tuple[str, ModuleType], ...] = (
     ("training", training),
     ("carrier", carrier),
 )
-_STYLES = {"ok": "green", "MISSED": "bold red", "FAILED": "bold red", "not measured yet": "dim"}
+FAILURES = ("MISSED", "UNCLEAR", "FAILED")
+_STYLES = {
+    "ok": "green",
+    "UNCLEAR": "bold yellow",
+    "MISSED": "bold red",
+    "FAILED": "bold red",
+    "not measured yet": "dim",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         console.print(_table(wanted, found))
         _explain(console, wanted, found)
-    return 1 if any(verdict(each, found.get(each.name)) in ("MISSED", "FAILED") for each in wanted) else 0
+    return 1 if any(verdict(each, found.get(each.name)) in FAILURES for each in wanted) else 0
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -140,7 +147,7 @@ def _table(wanted: list[Budget], found: dict[str, Measurement]) -> Table:
 
 def _explain(console: Console, wanted: list[Budget], found: dict[str, Measurement]) -> None:
     """The profiles of what was missed, and one line that says how it went."""
-    missed = [each for each in wanted if verdict(each, found.get(each.name)) in ("MISSED", "FAILED")]
+    missed = [each for each in wanted if verdict(each, found.get(each.name)) in FAILURES]
     shown: list[list[str]] = []
     for each in missed:
         measured = found.get(each.name)
@@ -154,7 +161,9 @@ def _explain(console: Console, wanted: list[Budget], found: dict[str, Measuremen
     line = f"{len(held)} of {len(held) + len(missed)} budgets are met"
     for each in missed:
         measured = found.get(each.name)
-        if measured is not None and measured.value is not None and each.limit is not None:
+        if verdict(each, measured) == "UNCLEAR":
+            line += f"; {each.name} cannot be told: run it again when the machine is quiet"
+        elif measured is not None and measured.value is not None and each.limit is not None:
             line += f"; {each.name} by {quantity(measured.value - each.limit, each.unit)} too much"
         else:
             line += f"; {each.name} could not be measured"

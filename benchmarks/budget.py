@@ -32,12 +32,14 @@ class Measurement:
     Attributes:
         value: in the budget's unit; None where it could not be measured.
         detail: one line that says how sure that is and what it is made of.
+        width: of the 95 % interval, in the budget's unit; 0 where noise does not matter.
         profile: lines that explain a miss; empty where there was none.
         problem: why it could not be measured.
     """
 
     value: float | None
     detail: str = ""
+    width: float = 0.0
     profile: list[str] = field(default_factory=list)
     problem: str = ""
 
@@ -79,14 +81,28 @@ BUDGETS: tuple[Budget, ...] = (
 BY_NAME = {each.name: each for each in BUDGETS}
 
 
+def allowance(budget: Budget) -> float:
+    """How much the budget allows: of a ratio to the uninstrumented time, what is above 1."""
+    if budget.limit is None:
+        return float("inf")
+    return budget.limit - 1 if budget.limit > 1 and budget.unit == "x" else budget.limit
+
+
 def verdict(budget: Budget, measured: Measurement | None) -> str:
-    """`ok`, `MISSED`, `FAILED` (could not be measured), `not measured yet`, or `-` for a row that has no budget."""
+    """How the row stands.
+
+    Returns:
+        `ok`; `MISSED`; `UNCLEAR` where the interval is wider than all that the budget allows and holds the budget;
+        `FAILED` where it could not be measured; `not measured yet`; `-` for a row that has no budget.
+    """
     if not budget.measured:
         return "not measured yet"
     if measured is None or measured.value is None:
         return "FAILED"
     if budget.limit is None:
         return "-"
+    if measured.width > allowance(budget) and abs(measured.value - budget.limit) < measured.width:
+        return "UNCLEAR"
     return "ok" if measured.value <= budget.limit else "MISSED"
 
 

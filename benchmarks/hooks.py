@@ -50,7 +50,7 @@ def _measure_mode(mode: str, quick: bool, progress: Progress) -> dict[str, Measu
     if mode == "off":
         detail = f"on a stand-in; on all_reduce {result['hook_us']:+.2f} ({on_call})"
         return {"hook-off": Measurement(result["wrapper_us"], detail)}
-    rows = {f"hook-{mode}": Measurement(result["hook_us"], f"{on_call}; {wrapper}", result["profile"])}
+    rows = {f"hook-{mode}": Measurement(result["hook_us"], f"{on_call}; {wrapper}", profile=result["profile"])}
     if mode == "watch":
         wait_ns = result["wait_ns"]
         detail = "comes on top in real groups: the fake group's works have a wait of their own"
@@ -60,6 +60,8 @@ def _measure_mode(mode: str, quick: bool, progress: Progress) -> dict[str, Measu
             rows["wait-watch"] = Measurement(wait_ns / 1e3, detail)
     else:
         rows["hook-vs-span"] = Measurement(
-            result["hook_us"] / result["span_us"], f"the span takes {result['span_us']:.2f} us", result["profile"]
+            result["hook_us"] / result["span_us"],
+            f"the span takes {result['span_us']:.2f} us",
+            profile=result["profile"],
         )
     return rows

@@ -90,6 +90,11 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    @property
+    def width(self) -> float:
+        """From end to end."""
+        return self.high - self.low
+
     def tells(self, limit: float) -> bool:
         """Whether it is clear on which side of the limit the true value lies."""
         return self.high <= limit or self.low > limit
