@@ -226,6 +226,20 @@ def test_stalls(tmp_path: Path, ranks: set[int]) -> None:
     assert finding.details["mean_ns"] == pytest.approx(80 * MS, rel=0.1)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_now_and_then_on_a_busy_machine(tmp_path: Path, rank: int) -> None:
+    """The noise of both ranks is too large for single stalls to stand out; that all are one rank's does."""
+    draw = random.Random(4)
+    stops = {iteration: draw.choice(["forward", "backward", "other"]) for iteration in range(4, 250, 12)}
+    extra = {
+        phase: (lambda at, iteration, phase=phase: 100.0 * (at == rank and stops.get(iteration) == phase))
+        for phase in ("forward", "backward", "other")
+    }
+    job = Job(ranks=2, iterations=250, noise=0.5, extra=extra)  # type: ignore[arg-type]
+    (finding,) = summary_of(job.write(tmp_path)).findings
+    assert (finding.kind, finding.ranks, finding.cause) == ("stalls", [rank], "no single cause")
+
+
 def test_lateness_that_wanders(tmp_path: Path) -> None:
     draw = random.Random(5)
     late = [draw.randrange(4) for _ in range(60)]

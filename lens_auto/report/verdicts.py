@@ -43,6 +43,7 @@ STALL_SHARE = 0.5
 STALL_DEVIATIONS = 8.0
 # A few stalls are how a busy machine looks, too: they must cost more to be told than many.
 STALL_EVENTS, STALL_FEW_EVENTS, STALL_FEW_EFFECT = 4, 8, 0.10
+STALL_LONE_DEVIATIONS, STALL_LONE_EVENTS, STALL_LONE_SHARE = 3.0, 10, 0.9
 STALL_RANK = 0.25  # a rank is named where it lost at least this share of what the worst one did
 STEADY_FROM = 0.25  # a rank that stalls in more than this share of the iterations is slow, not interrupted
 # On a busy machine some rank is late in every iteration, and one more often than the others. A steady straggler is late
@@ -296,9 +297,16 @@ class Judge:
 
     def _stalls(self, work: Float64Array) -> Mask:
         """Where a rank (columns) took far longer than it usually does, iteration by iteration (rows)."""
-        usual = np.median(work, axis=0)
-        bound = np.maximum(STALL_SHARE * np.median(self.span_ns), STALL_DEVIATIONS * statistics.spread(work))
-        found: Mask = work > usual + bound
+        usual, deviation = np.median(work, axis=0), statistics.spread(work)
+        least = STALL_SHARE * np.median(self.span_ns)
+        found: Mask = work > usual + np.maximum(least, STALL_DEVIATIONS * deviation)
+        if work.shape[1] > 1:
+            # Where the machine is too busy for that: long ones that (almost) all are one rank's are no accident either.
+            long = work > (usual + np.maximum(least, STALL_LONE_DEVIATIONS * deviation)).max()
+            counts = long.sum(axis=0)
+            worst = int(counts.argmax())
+            if counts[worst] >= max(STALL_LONE_EVENTS, STALL_LONE_SHARE * counts.sum()):
+                found[:, worst] |= long[:, worst]
         found[:, found.mean(axis=0) > STEADY_FROM] = False
         return found
 
@@ -840,7 +848,7 @@ def _number_of(workers: frozenset[int]) -> str:
 def _advice(cause: str | None, workers: frozenset[int], alike: bool) -> str:
     """What to try against a rank that is slow for this reason."""
     if cause == phase_name(Phase.DATA_LOADING):
-        seen = f"; it has {_number_of(workers)}" if workers else ""
+        seen = f"; it has {_number_of(workers).replace('no', 'none')}" if workers else ""
         return f"more DataLoader workers (num_workers{seen}), prefetching, or faster storage for what it reads"
     if cause == DATA:
         return "sort or bucket samples by length, or give each rank the same number of tokens rather than of samples"
