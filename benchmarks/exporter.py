@@ -60,7 +60,8 @@ def _costs(quick: bool, progress: Progress) -> dict[str, Measurement]:
             f" {each['high']:.3f}"
         )
         profile = [
-            f"stock path {stock_us:.1f} us a span, ours {each['span_us']:.1f}: {stages}, in us",
+            f"stock path {stock_us:.1f} us a span, ours {each['span_us']:.1f}: {stages}, in us; metrics, where they are"
+            f" wanted, {found['metrics_us']:.1f} more",
             *found["profile"],
         ]
         measured[name] = Measurement(each["ratio"], detail, profile)

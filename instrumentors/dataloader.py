@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 class _Pass:
     """One pass over a loader: from `DataLoader.__iter__` to the last fetch."""
 
-    __slots__ = ("fetched", "number", "workers")
+    __slots__ = ("batch_size", "fetched", "number", "workers")
 
-    def __init__(self, number: int, workers: int) -> None:
+    def __init__(self, number: int, workers: int, iterator: Any) -> None:
         self.number = number
         self.workers = workers
         self.fetched = 0
+        # The loader's batch sampler; where batching is off, its sampler, which has no batch size.
+        size = getattr(getattr(iterator, "_index_sampler", None), "batch_size", 0)
+        self.batch_size = size if type(size) is int and 0 < size < 1 << 32 else 0
 
 
 _numbers = itertools.count(1)
@@ -42,7 +45,7 @@ def _write_start(
     error: BaseException | None,
 ) -> None:
     workers = int(getattr(call[0], "num_workers", 0) or 0)
-    this = _Pass(next(_numbers), workers)
+    this = _Pass(next(_numbers), workers, iterator)
     if iterator is not None:
         _passes[iterator] = this  # persistent workers: the same iterator starts a new pass
     flags = recorder.data_loading | (Flag.FAILED if error is not None else 0)
@@ -62,7 +65,7 @@ def _write_fetch(
     iterator = call[0]
     this = _passes.get(iterator)
     if this is None:  # the loader was started before we were
-        this = _passes[iterator] = _Pass(next(_numbers), int(getattr(iterator, "_num_workers", 0) or 0))
+        this = _passes[iterator] = _Pass(next(_numbers), int(getattr(iterator, "_num_workers", 0) or 0), iterator)
     flags, detail = recorder.data_loading, 0
     if isinstance(error, StopIteration):
         flags |= Flag.EXHAUSTED
@@ -72,7 +75,12 @@ def _write_fetch(
     recorder.fetches += 1
     name = recorder.strings.id("DataLoader.__next__")
     recorder.record(
-        Kind.FETCH, start, end, state.index, flags, name, seq=this.fetched, detail=detail, a=this.number, b=this.workers
+        *(Kind.FETCH, start, end, state.index, flags, name),
+        seq=this.fetched,
+        detail=detail,
+        a=this.number,
+        b=this.workers,
+        c=this.batch_size,
     )
     this.fetched += 1
 

@@ -148,7 +148,7 @@ class Pipeline:
         if plan.metric_reader is not None:
             readers = [plan.metric_reader]
         else:
-            readers = [_metric_reader(name, plan) for name in plan.metrics]
+            readers = [metric_reader(name, plan) for name in plan.metrics]
         provider = MeterProvider(readers, Resource.create(dict(plan.resource)), shutdown_on_exit=False)
         self.meter_provider = provider
         self._end(METRICS, provider.shutdown, plan.metric_reader is not None or _is_remote(plan.metrics))
@@ -269,7 +269,7 @@ def make_exporter(signal: str, name: str) -> Any:
     return exporter_factory(signal, name)()
 
 
-def _metric_reader(name: str, plan: Plan) -> MetricReader:
+def metric_reader(name: str, plan: Plan) -> MetricReader:
     if name == CONSOLE:
         exporter: Any = sdk_exporters.console_metric_exporter()
     elif name == FILE:

@@ -132,19 +132,24 @@ def _finish_children(run_id: str) -> None:
 def _wait_for_exporter(key: str) -> None:
     """The last process of a job waits, bounded, for the exporter: where it is a container's first, all ends with it."""
     from lens_auto.export import launch
-    from lens_auto.export.exporters import exporter_names
+    from lens_auto.export.exporters import exporter_names, metrics_exporter_names
     from lens_auto.recorder import finish
 
-    names = exporter_names()
+    names, metrics = exporter_names(), metrics_exporter_names()
     current = configure()
-    if not names:
+    if not (names or metrics):
         return
     deadline = _exit_deadline()
     for folder in finish.spooled_runs(key):
-        left = launch.wait_until_sent(folder, max(0.0, deadline - time.monotonic()), "console" in names)
+        console = "console" in (*names, *metrics)
+        left = launch.wait_until_sent(folder, max(0.0, deadline - time.monotonic()), console)
         if left and not current.quiet:
             places = sorted({_short(run_dir) for run_dir in left.values() if run_dir}) or [folder]
             reason, hopeless = launch.said(folder)
+            if not names:
+                why = f" ({reason})" if reason else ""
+                print(f"lens-auto: metrics of {len(left)} rank(s) are not sent{why}", file=sys.stderr, flush=True)
+                continue
             print(
                 f"lens-auto: spans of {len(left)} rank(s) are not sent{'' if hopeless else ' yet'}"
                 f"{f' ({reason})' if reason else ''};{'' if hopeless else ' the exporter goes on for a while,'} what"
@@ -232,7 +237,7 @@ def _make_recorder(current: Settings) -> tuple[Recorder, Housekeeper]:
     import secrets
     import socket
 
-    from lens_auto.export.exporters import exporter_names
+    from lens_auto.export.exporters import exporter_names, metrics_exporter_names
     from lens_auto.export.exporting import Exporting
     from lens_auto.iteration.schedule import Schedule, window_switches
     from lens_auto.recorder import finish, rundir, spool
@@ -301,11 +306,11 @@ def _make_recorder(current: Settings) -> tuple[Recorder, Housekeeper]:
     }
     keeper = Housekeeper(made, info)
     keeper.watch_hangs(current.hang_timeout_s)
-    names = exporter_names()
-    if names and folder is not None:
+    names, metrics = exporter_names(), metrics_exporter_names()
+    if (names or metrics) and folder is not None:
         run_folder = os.path.dirname(os.path.dirname(folder))
-        keeper.exporting = Exporting(run_folder, names, _environment_int("LOCAL_RANK", 0))
-        info["sends"] = True
+        keeper.exporting = Exporting(run_folder, names, metrics, _environment_int("LOCAL_RANK", 0))
+        info["sends"] = bool(names)
     else:
         info["exports"] = True
     return made, keeper

@@ -284,6 +284,7 @@ class _Desk:
         self.closing = False
         self.attached: set[int] = set()  # the front's own ports of connections that lead to a client
         self.traces: list[trace_service_pb2.ExportTraceServiceRequest] = []
+        self.metrics: list[metrics_service_pb2.ExportMetricsServiceRequest] = []
         self.items: Counter[Signal] = Counter()
         self.requests: list[Request] = []
         self.answering = 0  # accepted, and the answer has not left yet
@@ -340,6 +341,8 @@ class _Desk:
             if outcome in ("accepted", "dropped"):
                 if kind == "traces":
                     self.traces.append(cast("trace_service_pb2.ExportTraceServiceRequest", message))
+                elif kind == "metrics":
+                    self.metrics.append(cast("metrics_service_pb2.ExportMetricsServiceRequest", message))
                 self.items[kind] += items
             if outcome == "accepted":
                 self.answering += 1
@@ -900,6 +903,11 @@ class Receiver:
                 self._plain += plain_spans(request)
             self._decoded += len(new)
             return list(self._plain)
+
+    def metrics(self) -> list[metrics_service_pb2.ExportMetricsServiceRequest]:
+        """Every stored request with metrics, in order of arrival."""
+        with self._desk.changed:
+            return list(self._desk.metrics)
 
     def span_ids(self) -> Counter[str]:
         """How often each span id was stored: any number above 1 is a double."""

@@ -26,7 +26,7 @@ from lens_auto.export import launch
 from lens_auto.export.lane import OtherRanks
 from lens_auto.export.otlp_bytes import Encoder
 from lens_auto.export.spans import resource_of
-from lens_auto.export.stream import Position, next_part
+from lens_auto.export.stream import Position, next_part, next_stretch
 from lens_auto.groups import TrainingSpanGroup
 from lens_auto.recorder.layout import RANKS_DIR, WRITER_NAME, Flag, Kind
 from lens_auto.recorder.read import RunDirectory
@@ -79,6 +79,7 @@ class Sink:
             "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}",
             "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc" if protocol == "grpc" else "http/protobuf",
             "NO_PROXY": "127.0.0.1",
+            "OTEL_METRICS_EXPORTER": "none",  # see `metrics_of_a_span`
         }
 
     def close(self) -> None:
@@ -260,6 +261,22 @@ def stages(run_dir: Path) -> tuple[dict[str, float], list[str]]:
     return taken, lines
 
 
+def metrics_of_a_span(run_dir: Path, spans: int) -> float:
+    """CPU seconds for each span that metrics cost more, where an exporter for them is named."""
+    from lens_auto.export.metrics import RankMetrics, measure
+
+    (writer,) = RunDirectory(run_dir).writers
+    position, made = Position(), RankMetrics(0, 0)
+    begun = time.process_time()
+    while True:
+        stretch = next_stretch(writer, position, True)
+        assert stretch is not None
+        made.add(measure(writer, stretch))
+        if stretch.cut.last:
+            return (time.process_time() - begun) / spans
+        position = stretch.after
+
+
 def main(rounds: int, records: int, backlog: int) -> None:
     folder = Path(tempfile.mkdtemp(prefix="lens-bench-"))
     sinks = {protocol: Sink(protocol) for protocol in ("grpc", "http")}
@@ -273,8 +290,9 @@ def main(rounds: int, records: int, backlog: int) -> None:
             report_progress((turn + 1) / (rounds + 1))
         _, run_folder, _ = make_run(folder / "backlog", backlog, ranks=8)
         _, peak = run_exporter(run_folder, sinks["grpc"].environment)
-        run_dir, _, _ = make_run(folder / "stages", records)
+        run_dir, _, made = make_run(folder / "stages", records)
         taken, lines = stages(run_dir)
+        metrics_s = metrics_of_a_span(run_dir, made)
     finally:
         for sink in sinks.values():
             sink.close()
@@ -284,6 +302,7 @@ def main(rounds: int, records: int, backlog: int) -> None:
         "stock_span_us": median(span for span, _ in stock) * 1e6,
         "stock_encode_us": median(encode for _, encode in stock) * 1e6,
         "stages_us": taken,
+        "metrics_us": metrics_s * 1e6,
         "profile": lines,
         "memory": {"peak_bytes": peak, "bare_bytes": bare_bytes(), "records": backlog},
     }

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from lens_auto.destinations import CONSOLE, FILE, OTLP, TRACES, endpoint_is_set
+from lens_auto.destinations import CONSOLE, FILE, METRICS, OTLP, TRACES, destinations, endpoint_is_set
 from lens_auto.destinations import exporter_names as named
 
 if TYPE_CHECKING:
@@ -37,6 +37,14 @@ def exporter_names(environ: Mapping[str, str] = os.environ) -> list[str]:
     if own in (*_OWN, "file"):
         return [_OWN[own]] if own in _OWN else []
     return [OTLP] if endpoint_is_set(TRACES, environ) else []
+
+
+def metrics_exporter_names(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Whom the metrics of ranks go to; empty: none are made.
+
+    What `OTEL_METRICS_EXPORTER` names, else as for spans; `NEMO_LENS_METRICS_ENABLED=0` says no.
+    """
+    return destinations(METRICS, environ, {}, lambda: True)
 
 
 def entry_point_name(name: str, environ: Mapping[str, str] = os.environ) -> str:

@@ -18,15 +18,16 @@ class Exporting:
 
     Args:
         run_folder: the spool's folder of this run.
-        names: of the exporters.
+        names: of the exporters of spans.
+        metrics: of those of metrics.
         local_rank: ranks look after the exporter at different times.
 
     Attributes:
         keeps_records: nothing leaves this node, so the records stay in the run directory.
     """
 
-    def __init__(self, run_folder: str, names: list[str], local_rank: int) -> None:
-        self.keeper = ExporterKeeper(run_folder, CONSOLE in names, local_rank)
+    def __init__(self, run_folder: str, names: list[str], metrics: list[str], local_rank: int) -> None:
+        self.keeper = ExporterKeeper(run_folder, CONSOLE in (*names, *metrics), local_rank)
         self.keeps_records = LOCAL.issuperset(names)
         self._run_folder = run_folder
         self._registered: str | None = None

@@ -1,5 +1,7 @@
 """The exporter process of a node: reads the segments of all local ranks, sends their spans, removes what was accepted.
 
+Metrics are made of the same records, where an exporter for them is named (`metering`).
+
 Started by a rank (`export.launch`), in a session of its own. Ends by itself when all writers are gone and all is sent,
 or `LINGER_S` after the last writer went. What is not sent by then stays in the run directory for `lens-auto recover`.
 """
@@ -18,11 +20,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lens_auto.config import NemoLensConfig
 from lens_auto.export import launch
-from lens_auto.export.exporters import exporter_names, make_sampler
+from lens_auto.export.exporters import exporter_names, make_sampler, metrics_exporter_names
 from lens_auto.export.lane import Candidate, Lane, OtherRanks
 from lens_auto.export.senders import make_sender
 from lens_auto.recorder import finish, spool
@@ -37,6 +39,9 @@ from lens_auto.recorder.read import (
 )
 from lens_auto.strategies import BUILTIN_STRATEGIES, get_export_strategy
 
+if TYPE_CHECKING:
+    from lens_auto.export.metering import Metering
+
 logger = logging.getLogger("lens_auto.export")
 
 LINGER_S = 60.0
@@ -45,6 +50,7 @@ TERMINATED_S = 10.0  # what is left after SIGTERM, which schedulers send some ti
 IDLE_S = 0.2
 GRACE_S = 0.5  # between the last span and the end
 LAST_ANSWER_S = 12.0  # an answer on its way at the end is waited for: a batch that was taken is not sent again
+CLOSE_S = 2.0  # metric readers have this at least, whatever lanes took
 FINISH_AGAIN_S = 30.0
 VANISHED_S = 3.0
 NICENESS = 10
@@ -203,14 +209,47 @@ class _Node:
         return False
 
 
+def make_metering(default_file: Callable[[], str]) -> tuple[Metering | None, list[str]]:
+    """What makes metrics, for the exporters that the environment names; None: none is named, or none can be made.
+
+    Args:
+        default_file: where `lens_file` writes.
+
+    Returns:
+        It, and one line for each exporter that cannot be made.
+    """
+    names = metrics_exporter_names()
+    if not names:
+        return None, []
+    from lens_auto.export.metering import Metering
+
+    made = Metering(names, default_file)
+    return (made if made else None), made.problems
+
+
+def keep_count(metering: Metering, locals_: Callable[[], list[Local]], stop: Callable[[], bool]) -> None:
+    """Make metrics until told to stop."""
+    while not stop():
+        try:
+            busy = metering.step(_candidates(locals_()))
+        except Exception:
+            logger.exception("metrics go on in a moment")
+            busy = False
+            time.sleep(1.0)
+        if not busy:
+            time.sleep(IDLE_S)
+
+
+def _candidates(ranks: list[Local]) -> list[Candidate]:
+    return [Candidate(each.writer, each.folder, each.ended) for each in ranks if each.folder and each.sends]
+
+
 def drain(lane: Lane, locals_: Callable[[], list[Local]], stop: Callable[[], bool]) -> None:
     """Work on a lane until told to stop."""
     while not stop():
         try:
             ranks = [] if lane.has_part else locals_()
-            busy = lane.step(
-                [Candidate(each.writer, each.folder, each.ended) for each in ranks if each.folder and each.sends]
-            )
+            busy = lane.step(_candidates(ranks))
         except Exception:
             logger.exception("lane %s goes on in a moment", lane.name)
             busy = False
@@ -240,6 +279,7 @@ class Exporter:
         self._looked: tuple[float, list[Local]] = (0.0, [])
         self._end_by: float | None = None
         self._said = ""
+        self._metering: Metering | None = None
 
     def locals_(self) -> list[Local]:
         """The ranks of this node, looked at a moment ago at most."""
@@ -258,8 +298,9 @@ class Exporter:
     def run(self) -> None:
         """Until all writers are gone and all is sent, or the bound is reached."""
         lanes, problems = make_lanes(self._config, lambda: self._node.world_size, self._default_file)
-        problems += self._problems
-        if not lanes or self._problems:
+        self._metering, more = make_metering(lambda: self._default_file("metrics"))
+        problems += self._problems + more
+        if (not lanes and self._metering is None) or self._problems:
             self._node.look()
             launch.say(self._run_folder, "; ".join(problems) or "no exporter is named", hopeless=True)
             self._leave()
@@ -271,6 +312,9 @@ class Exporter:
             )
             for lane in lanes
         ]
+        if self._metering is not None:
+            work = (self._metering, self.locals_, self._stop.is_set)
+            threads.append(threading.Thread(target=keep_count, args=work, name="metrics", daemon=True))
         for thread in threads:
             thread.start()
         self._wait_for_the_end(lanes)
@@ -278,6 +322,8 @@ class Exporter:
         deadline = time.monotonic() + LAST_ANSWER_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        if self._metering is not None:
+            self._metering.close(max(CLOSE_S, deadline - time.monotonic()))
         self._clear(self._node.look(), lanes)
         for lane in lanes:
             with contextlib.suppress(Exception):
@@ -295,7 +341,9 @@ class Exporter:
             if not self._clear(present, lanes):
                 last_needed = now
             self._say(lanes)
-            if now - last_needed > GRACE_S or now - last_alive > linger_s or now > (self._end_by or now):
+            # A short job is over before Prometheus has asked once.
+            patience_s = linger_s if self._metering is not None and self._metering.waits_to_be_asked else GRACE_S
+            if now - last_needed > patience_s or now - last_alive > linger_s or now > (self._end_by or now):
                 return
             time.sleep(IDLE_S)
 
@@ -306,10 +354,10 @@ class Exporter:
             self._said = reason
             launch.say(self._run_folder, reason)
 
-    def _default_file(self) -> str:
+    def _default_file(self, what: str = "spans") -> str:
         for run_dir in sorted(self._node.run_dirs):
             if os.path.isdir(run_dir):
-                return os.path.join(run_dir, f"spans-{os.uname().nodename}.jsonl")
+                return os.path.join(run_dir, f"{what}-{os.uname().nodename}.jsonl")
         raise FileNotFoundError(2, "there is no run directory yet", "NEMO_LENS_FILE")
 
     def _leave(self) -> None:
@@ -332,7 +380,7 @@ class Exporter:
             elif local.sends is None or local.folder is None:
                 low, done = 0, local.ended and local.sends is None
             else:
-                progresses = [lane.progress(writer.name, local.folder) for lane in lanes]
+                progresses = [each.progress(writer.name, local.folder) for each in self._readers(lanes)]
                 low = min(each.position.low for each in progresses)
                 done = local.ended and all(each.finished for each in progresses)
             if any(lane.remote for lane in lanes) and local.sends is not None:
@@ -340,6 +388,9 @@ class Exporter:
             if done:
                 launch.unregister(self._run_folder, writer.name)
         return not launch.registered(self._run_folder)
+
+    def _readers(self, lanes: list[Lane]) -> list[Lane | Metering]:
+        return [*lanes, *([] if self._metering is None else [self._metering])]
 
     def _remove(self, local: Local, before: int, done: bool) -> None:
         for folder in local.writer.folders:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from lens_auto.export.pipeline_spans import apply_receive_sources
 from lens_auto.export.spans import Looked, Others, Part, Span, SpanMaker, look_at
 from lens_auto.groups import TrainingSpanGroup as Group
-from lens_auto.iteration.rule import Iterations, Resume, find_iterations
+from lens_auto.iteration.rule import Iterations, Mask, Resume, find_iterations
 from lens_auto.recorder.layout import SEGMENT_RECORDS, Flag, Kind
 from lens_auto.recorder.read import Records, WriterFiles
 
@@ -167,15 +167,48 @@ class StreamPart:
         return self._maker.spans()
 
 
-def next_part(
-    writer: WriterFiles, position: Position, others: Others, ended: bool, cut: Cut | None = None
-) -> StreamPart | None:
-    """The part after a position.
+class Stretch(NamedTuple):
+    """Records up to a cut, before anything is made of them.
+
+    Attributes:
+        cut: where it ends.
+        records: those at hand; some of them start behind the cut, or are held back.
+        iterations: the rule applied to them.
+        resume: where iterations went on at its begin.
+        lost: records between the position and the first of it whose segment is gone.
+    """
+
+    cut: Cut
+    records: Records
+    iterations: Iterations
+    resume: Resume | None
+    lost: int
+
+    @property
+    def done(self) -> Mask:
+        """Of which records nothing is left after it. What completes an operation is done with that."""
+        return _done(self.records, self.cut)[0]
+
+    @property
+    def after(self) -> Position:
+        """The position after it, for who does not ask to which piece of its iteration a record belongs."""
+        if self.cut.last:
+            return Position(self.cut.below)
+        still_open = {*self.records.numbers[~self.done].tolist(), *self.cut.missing}
+        return Position(
+            self.cut.below,
+            tuple(sorted(still_open)),
+            (),
+            _resume(self.records.data, self.iterations, self.resume, self.cut),
+        )
+
+
+def next_stretch(writer: WriterFiles, position: Position, ended: bool, cut: Cut | None = None) -> Stretch | None:
+    """Read what follows a position.
 
     Args:
         writer: its files, freshly looked at.
         position: where the stream stands.
-        others: what is known of the other ranks.
         ended: the writer writes no more.
         cut: of a part that was begun; None: where it is best.
 
@@ -192,12 +225,31 @@ def next_part(
         if chosen is not None or exhausted:
             break
         at_once *= 2  # one iteration of more records than that
-    if chosen is None:
+    return None if chosen is None else Stretch(chosen, records, iterations, resume, lost)
+
+
+def next_part(
+    writer: WriterFiles, position: Position, others: Others, ended: bool, cut: Cut | None = None
+) -> StreamPart | None:
+    """The part after a position, with its spans.
+
+    Args:
+        writer: its files, freshly looked at.
+        position: where the stream stands.
+        others: what is known of the other ranks.
+        ended: the writer writes no more.
+        cut: of a part that was begun; None: where it is best.
+
+    Returns:
+        None: nothing more can be told yet (or, where the writer ended, at all).
+    """
+    found = next_stretch(writer, position, ended, cut)
+    if found is None:
         return None
-    part = Part(chosen.until_ns, frozenset(chosen.held), chosen.last)
-    looked = look_at(writer, records, iterations)
+    part = Part(found.cut.until_ns, frozenset(found.cut.held), found.cut.last)
+    looked = look_at(writer, found.records, found.iterations)
     _put_back(looked, position.places)
-    return StreamPart(chosen, SpanMaker(others, looked, part), _after(looked, resume, chosen), lost)
+    return StreamPart(found.cut, SpanMaker(others, looked, part), _after(looked, found.resume, found.cut), found.lost)
 
 
 def _put_back(looked: Looked, places: tuple[Place, ...]) -> None:
@@ -326,17 +378,24 @@ def _missing(records: Records, position: Position, gap: int, below: int) -> tupl
     return tuple(found.tolist())
 
 
+def _done(records: Records, cut: Cut) -> tuple[Mask, Mask]:
+    """Records of which nothing is left after a cut, and those that complete others."""
+    data, numbers = records.data, records.numbers
+    completes: Mask = np.isin(data["kind"], (Kind.WAIT, Kind.RECV_SOURCE))
+    done: Mask = data["start_ns"] < cut.until_ns
+    if cut.held:
+        done &= ~np.isin(numbers, np.array(cut.held, dtype=np.int64))
+    # What completes an operation goes with it.
+    still = np.append(numbers[~done & ~completes], np.array(cut.missing, dtype=np.int64))
+    done[completes] = ~np.isin(data["ref"][completes].astype(np.int64) - 1, still)
+    return done, completes
+
+
 def _after(looked: Looked, resume: Resume | None, cut: Cut) -> Position:
     data, numbers, iterations = looked.records.data, looked.records.numbers, looked.iterations
     if cut.last:
         return Position(cut.below)
-    done = data["start_ns"] < cut.until_ns
-    if cut.held:
-        done &= ~np.isin(numbers, np.array(cut.held, dtype=np.int64))
-    # What completes an operation goes with it.
-    completes = np.isin(data["kind"], (Kind.WAIT, Kind.RECV_SOURCE))
-    still = np.append(numbers[~done & ~completes], np.array(cut.missing, dtype=np.int64))
-    done[completes] = ~np.isin(data["ref"][completes].astype(np.int64) - 1, still)
+    done, completes = _done(looked.records, cut)
     still_open = {*numbers[~done].tolist(), *cut.missing}
     places = tuple(
         Place(

@@ -28,45 +28,43 @@ TOKENS_PER_SECOND = semconv.DL_THROUGHPUT_TOKENS_PER_SEC
 SAMPLES_PER_SECOND = "dl.throughput_samples_per_sec"
 COMM_OPERATION = "dl.comm.operation"  # attribute of the two communication histograms
 
-_DURATIONS = {
-    ITERATION_DURATION: "Time of an iteration",
-    DATA_LOADING_DURATION: "Time that an iteration waited for batches",
-    FORWARD_DURATION: "Time of the forward passes of an iteration",
-    BACKWARD_DURATION: "Time of the backward passes of an iteration",
-    OPTIMIZER_DURATION: "Time of the optimizer steps of an iteration",
-    COMM_DURATION: "Time of a communication operation, from its call to the end of its wait",
+# An all-reduce on one machine takes microseconds.
+_COMM_BUCKETS_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, *BUCKETS_S)
+_SIZE_BUCKETS_BYTES = tuple(float(4**power) for power in range(4, 18))  # 256 B to 16 GiB
+
+# Name: unit, description, upper bounds of buckets.
+HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
+    ITERATION_DURATION: ("s", "Time of an iteration, without evaluation and checkpoints", BUCKETS_S),
+    DATA_LOADING_DURATION: ("s", "Time that an iteration waited for batches", BUCKETS_S),
+    FORWARD_DURATION: ("s", "Time of the forward passes of an iteration", BUCKETS_S),
+    BACKWARD_DURATION: ("s", "Time of the backward passes of an iteration", BUCKETS_S),
+    OPTIMIZER_DURATION: ("s", "Time of the optimizer steps of an iteration", BUCKETS_S),
+    COMM_DURATION: ("s", "Time of a communication operation, from its call to the end of its wait", _COMM_BUCKETS_S),
+    COMM_SIZE: ("By", "Bytes of a communication operation", _SIZE_BUCKETS_BYTES),
 }
-_COUNTERS = {
+# Name: unit, description.
+COUNTERS: dict[str, tuple[str, str]] = {
     ITERATIONS: ("{iteration}", "Iterations that ended"),
     BATCHES: ("{batch}", "Batches that were loaded"),
     RECORDS_DROPPED: ("{record}", "Records that found no room"),
 }
-_GAUGES = {
+GAUGES: dict[str, tuple[str, str]] = {
     TOKENS_PER_SECOND: ("{token}/s", "Tokens trained on in a second"),
     SAMPLES_PER_SECOND: ("{sample}/s", "Samples trained on in a second"),
 }
-_SIZE_BUCKETS_BYTES = tuple(float(4**power) for power in range(4, 18))  # 256 B to 16 GiB
 
 
 class _Instruments:
     def __init__(self, meter: Meter) -> None:
         self.histograms: dict[str, Histogram] = {
-            name: meter.create_histogram(
-                name, unit="s", description=text, explicit_bucket_boundaries_advisory=BUCKETS_S
-            )
-            for name, text in _DURATIONS.items()
+            name: meter.create_histogram(name, unit=unit, description=text, explicit_bucket_boundaries_advisory=bounds)
+            for name, (unit, text, bounds) in HISTOGRAMS.items()
         }
-        self.histograms[COMM_SIZE] = meter.create_histogram(
-            COMM_SIZE,
-            unit="By",
-            description="Bytes of a communication operation",
-            explicit_bucket_boundaries_advisory=_SIZE_BUCKETS_BYTES,
-        )
         self.counters: dict[str, Counter] = {
-            name: meter.create_counter(name, unit=unit, description=text) for name, (unit, text) in _COUNTERS.items()
+            name: meter.create_counter(name, unit=unit, description=text) for name, (unit, text) in COUNTERS.items()
         }
         self.gauges: dict[str, Gauge] = {
-            name: meter.create_gauge(name, unit=unit, description=text) for name, (unit, text) in _GAUGES.items()
+            name: meter.create_gauge(name, unit=unit, description=text) for name, (unit, text) in GAUGES.items()
         }
 
 

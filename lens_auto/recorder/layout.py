@@ -52,7 +52,7 @@ class Kind(enum.IntEnum):
     OPTIMIZER_STEP = 1  # name: class; a: ordinal of the optimizer, in order of first step; b: iteration counts it (0/1)
     BOUNDARY = 2  # the live prediction closed `iteration` at start_ns; a: steps in it
     BACKWARD = 3
-    FETCH = 4  # one batch; a: pass (one per DataLoader.__iter__); b: workers
+    FETCH = 4  # one batch; a: pass (one per DataLoader.__iter__); b: workers; c: the loader's batch size, 0 unknown
     LOADER_START = 5  # DataLoader.__iter__; a: pass; b: workers
     COLLECTIVE = 6
     SEND = 7  # seq: k, counted from 0 per (group, from, to, tag)
