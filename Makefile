@@ -13,15 +13,16 @@ BENCH_ARGS ?=
 RUN_STAMP := $(VENV)/.stamp-run
 TEST_STAMP := $(VENV)/.stamp-test
 DEV_STAMP := $(VENV)/.stamp-dev
+PROMETHEUS := $(VENV)/prometheus/usr/bin/prometheus
 REQUIREMENTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types bench scale clean
+.PHONY: help demo test lint types bench scale prometheus clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-6s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(RUN_STAMP) ## train a small GPT on two ranks, then print the report of that run
 	@run_dir="lens-runs/demo-$$(date +%Y%m%d-%H%M%S)-$$$$"; \
@@ -47,6 +48,8 @@ bench: $(TEST_STAMP) ## measure the overhead beside its budgets; fails where one
 scale: $(TEST_STAMP) ## measure agreement and carrier at 2, 8 and 64 processes (store and gloo only)
 	$(BIN)/python -m benchmarks.scale
 
+prometheus: $(PROMETHEUS) ## unpack Debian's Prometheus in .venv, for the test that asks a real server
+
 clean: ## remove .venv, caches, build outputs and the demo's runs
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis lens-runs/demo-*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -55,6 +58,12 @@ clean: ## remove .venv, caches, build outputs and the demo's runs
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet 'pip>=21.3'
+
+# Unpacked and not installed: the package's own service would start.
+$(PROMETHEUS): | $(BIN)/python
+	mkdir -p $(VENV)/prometheus
+	cd $(VENV)/prometheus && { apt-get download prometheus || { apt-get update && apt-get download prometheus; }; }
+	dpkg -x $(VENV)/prometheus/prometheus_*.deb $(VENV)/prometheus && rm $(VENV)/prometheus/prometheus_*.deb
 
 $(RUN_STAMP): $(REQUIREMENTS) | $(BIN)/python
 	$(PIP_INSTALL) -e '.[instruments]'
