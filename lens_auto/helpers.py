@@ -130,16 +130,13 @@ def trace_fn(group: str, name: str, tracer: Tracer | None = None) -> Callable[[F
     """
 
     def decorate(function: F) -> F:
-        wrap: Callable[..., Any]
-        if inspect.iscoroutinefunction(function):
-            wrap = _wrap_coroutine_function
-        elif inspect.isasyncgenfunction(function):
-            wrap = _wrap_async_generator_function
-        elif inspect.isgeneratorfunction(function):
-            wrap = _wrap_generator_function
-        else:
-            wrap = _wrap_function
-        return cast("F", functools.wraps(function)(wrap(function, group, name, tracer)))
+        for is_of_kind, wrap in _KINDS:
+            if is_of_kind(function):
+                from lens_auto.traced import TracedFunction
+
+                traced = functools.wraps(function)(wrap(function, group, name, tracer))
+                return cast("F", TracedFunction(function, traced, group))
+        return cast("F", functools.wraps(function)(_wrap_function(function, group, name, tracer)))
 
     return decorate
 
@@ -359,3 +356,10 @@ def _wrap_async_generator_function(
                 scope.end(error)
 
     return traced
+
+
+_KINDS: tuple[tuple[Callable[[Any], bool], Callable[..., Callable[..., Any]]], ...] = (
+    (inspect.iscoroutinefunction, _wrap_coroutine_function),
+    (inspect.isasyncgenfunction, _wrap_async_generator_function),
+    (inspect.isgeneratorfunction, _wrap_generator_function),
+)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import inspect
 import json
+import pickle
 import subprocess
 import sys
 import threading
@@ -446,6 +448,98 @@ def test_a_cancelled_coroutine_ends_its_span_without_error(recorded: Recorded) -
 
     asyncio.run(main())
     assert not is_error(recorded.only())
+
+
+@trace_fn("step", "module.coroutine")
+async def coroutine_of_this_module(value: int) -> int:
+    return value
+
+
+@trace_fn("step", "module.generator")
+def generator_of_this_module(value: int) -> Generator[int, None, None]:
+    yield value
+
+
+@pytest.mark.parametrize("group", ["step", "job"])
+def test_kinds_as_methods(recorded: Recorded, group: str) -> None:
+    """In a class, of a class, of nothing, and put into a class later: bound as a function is, and of its kind."""
+
+    class Worker:
+        @trace_fn(group, "method", recorded.tracer)
+        async def method(self, value: int) -> tuple[object, int]:
+            return self, value
+
+        @classmethod
+        @trace_fn(group, "of class", recorded.tracer)
+        async def of_class(cls, value: int) -> tuple[object, int]:
+            return cls, value
+
+        @staticmethod
+        @trace_fn(group, "of nothing", recorded.tracer)
+        async def of_nothing(value: int) -> int:
+            return value
+
+        @trace_fn(group, "items", recorded.tracer)
+        def items(self) -> Generator[object, None, None]:
+            yield self
+
+        @trace_fn(group, "async items", recorded.tracer)
+        async def async_items(self) -> AsyncGenerator[object, None]:
+            yield self
+
+        async def bare(self, value: int) -> tuple[object, int]:
+            return self, value
+
+    Worker.later = trace_fn(group, "later", recorded.tracer)(Worker.bare)  # type: ignore[attr-defined]
+    worker: Any = Worker()
+
+    async def use() -> None:
+        assert await worker.method(1) == (worker, 1)
+        assert await Worker.method(worker, 2) == (worker, 2)
+        assert await worker.of_class(3) == (Worker, 3)
+        assert await Worker.of_nothing(4) == 4
+        assert await worker.later(5) == (worker, 5)
+        assert list(worker.items()) == [worker]
+        assert [item async for item in worker.async_items()] == [worker]
+
+    asyncio.run(use())
+    expected = ["method", "method", "of class", "of nothing", "later", "items", "async items"]
+    assert recorded.names == (expected if group == "step" else [])
+    for name in ("method", "of_class", "of_nothing", "later"):
+        assert inspect.iscoroutinefunction(getattr(worker, name)), name
+    assert inspect.isgeneratorfunction(worker.items)
+    assert inspect.isasyncgenfunction(worker.async_items)
+
+
+def test_a_group_that_is_off_leaves_nothing_between(recorded: Recorded) -> None:
+    """What the caller awaits or loops over is the function's own; switched on, the next call has a span."""
+
+    async def coroutine(value: int) -> int:
+        return value
+
+    async def items(value: int) -> AsyncGenerator[int, None]:
+        yield value
+
+    traced = trace_fn("job", "c", recorded.tracer)(coroutine)
+    traced_items = trace_fn("job", "i", recorded.tracer)(items)
+    running = traced(1)
+    assert running.cr_code is coroutine.__code__
+    running.close()
+    assert traced_items(1).ag_code is items.__code__
+    set_enabled_span_groups({"job"})
+    assert asyncio.run(traced(2)) == 2
+    assert recorded.names == ["c"]
+
+
+@pytest.mark.parametrize("function", [coroutine_of_this_module, generator_of_this_module])
+def test_kinds_are_described_copied_and_pickled_as_functions(function: Any) -> None:
+    assert pickle.loads(pickle.dumps(function)) is function
+    assert copy.copy(function) is function
+    assert copy.deepcopy({"held": function})["held"] is function
+    assert function.__name__ == function.__qualname__ == f"{function.__wrapped__.__name__}"
+    assert function.__module__ == __name__
+    assert str(inspect.signature(function)).startswith("(value: 'int')")
+    assert inspect.isroutine(function)
 
 
 @pytest.mark.parametrize(("group", "names"), [("step", ["g"]), ("job", [])])

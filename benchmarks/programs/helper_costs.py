@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 from benchmarks.child import leave_result, report_progress
 from benchmarks.timing import calls, interleave, over, undisturbed_ns
@@ -46,7 +48,53 @@ def bare(value: int) -> int:
     return value
 
 
+async def coroutine(value: int) -> int:
+    """The same, to be awaited."""
+    return value
+
+
+def generator(value: int) -> Iterator[int]:
+    """The same, in two items."""
+    yield value
+    yield value
+
+
+async def async_generator(value: int) -> AsyncIterator[int]:
+    """The same, in two items to be awaited."""
+    yield value
+    yield value
+
+
 traced = trace_fn(GROUP, "bare")(bare)
+KINDS = {
+    "coroutine": (coroutine, "await function(1)"),
+    "generator": (generator, "for _ in function(1): pass"),
+    "async_generator": (async_generator, "async for _ in function(1): pass"),
+}
+
+
+def block_of(function: Callable[..., Any], use: str) -> Callable[[int], int]:
+    """A block that uses a function so often; nothing in it ever waits, so that no event loop is needed."""
+    names: dict[str, Any] = {"function": function, "clock": time.perf_counter_ns}
+    exec(
+        f"async def run(count):\n"
+        f"    turns = range(count)\n"
+        f"    start = clock()\n"
+        f"    for _ in turns:\n"
+        f"        {use}\n"
+        f"    return clock() - start\n",
+        names,
+    )
+
+    def block(count: int) -> int:
+        running = names["run"](count)
+        try:
+            running.send(None)
+        except StopIteration as stop:
+            return int(stop.value)
+        raise AssertionError("it waited for something")
+
+    return block
 
 
 def main() -> None:
@@ -58,6 +106,9 @@ def main() -> None:
         "bare": calls(bare, 1),
         "traced": calls(traced, 1),
     }
+    for kind, (function, use) in KINDS.items():
+        blocks[kind] = block_of(function, use)
+        blocks[f"{kind} traced"] = block_of(trace_fn(GROUP, kind)(function), use)
     found = interleave(blocks, float(sys.argv[1]), report_progress)
     leave_result(
         {
@@ -65,6 +116,7 @@ def main() -> None:
             "with_attributes_us": over(found["attributes"], found["empty"])[0] / 1e3,
             "trace_fn_us": over(found["traced"], found["bare"])[0] / 1e3,
             "bare_us": undisturbed_ns(found["bare"]) / 1e3,
+            "kinds_us": {kind: over(found[f"{kind} traced"], found[kind])[0] / 1e3 for kind in KINDS},
         }
     )
 
