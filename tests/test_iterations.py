@@ -140,6 +140,15 @@ def scheduler():
             optimizer.step()
         schedule.step()
 
+def trainings():
+    """One training after another, each with an optimizer of its own: 4, 3 and 2 steps."""
+    for kind, steps in ((torch.optim.SGD, 4), (torch.optim.Adam, 3), (torch.optim.SGD, 2)):
+        weights = parameters()
+        optimizer = kind(weights, lr=0.1)
+        for (batch,) in loader(steps):
+            (loss_of(*weights) * batch.sum()).backward()
+            optimizer.step()
+
 class Fragile(torch.optim.SGD):
     failing = ()
     calls = 0
@@ -211,6 +220,7 @@ ALONE = [
     "grad_scaler_unscaled",
     "evaluation",
     "scheduler",
+    "trainings",
     "step_raises",
     "last_step_raises",
     "critic_steps",
@@ -261,6 +271,7 @@ EXPECTED = {
     "grad_scaler_unscaled": (4, 1, 1, 0, 0),
     "evaluation": (15, 1, 1, 0, 0),
     "scheduler": (6, 1, 1, 0, 0),
+    "trainings": (9, 1, 1, 0, 0),
     "step_raises": (5, 1, 1, 0, 0),
     "last_step_raises": (5, 1, 1, 0, 0),
 }

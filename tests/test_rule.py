@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from synthetic import MONOTONIC_0, MS, Writer, at, train
 
-from lens_auto.iteration.rule import Iterations, find_iterations
+from lens_auto.iteration.rule import Iterations, Resume, find_iterations
 from lens_auto.recorder.layout import Flag, Kind, Phase
 from lens_auto.recorder.read import RECORD_DTYPE
 
@@ -165,6 +165,47 @@ def test_actor_critic_with_a_shared_backward() -> None:
     assert len(found) == 7
     assert bounds(found)[:3] == [(6, 12), (12, 24), (24, 36)]  # the first starts at the first event
     assert phases(found, 1) == {F: 6, B: 3, S: 3}
+
+
+def steps_of(*optimizers: int) -> Writer:
+    """A backward of 2 ms and a step of 1 ms for each optimizer named."""
+    writer = Writer()
+    for optimizer in optimizers:
+        writer.backward(2)
+        writer.step(optimizer, 1)
+    return writer
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "iterations"),
+    [
+        # One training after another: a new optimizer takes over, and the old one is not heard of before it repeats.
+        ("0 0 0 1 1", "0|0|0|1|1"),
+        ("0 0 0 1 1 2 2", "0|0|0|1|1|2|2"),
+        ("0 0 0 1 2 1 2", "0|0|0|1 2|1 2"),
+        ("0 1 0 1 2 2", "0 1|0 1|2|2"),
+        ("0 0 1 1 0 0", "0|0|1|1 0|0"),  # back to an old one: it did step before, so nothing tells
+        # Not told by one step alone.
+        ("0 0 0 1", "0|0|0 1"),
+        # A second one that joins the first.
+        ("0 0 0 1 0 1", "0|0|0 1|0 1"),
+        # In one cycle from the start.
+        ("0 1 1 0 1 1", "0 1|1 0|1|1"),
+    ],
+)
+def test_one_training_after_another(optimizers: str, iterations: str) -> None:
+    found = rule(steps_of(*map(int, optimizers.split())))
+    expected = [len(each.split()) * 3 for each in iterations.split("|")]
+    assert [ns // MS for ns in found.duration_ns.tolist()] == expected
+
+
+def test_one_training_after_another_read_in_parts() -> None:
+    """A reader that goes on after iteration 1 knows which optimizers are new."""
+    data = steps_of(0, 0, 0, 1, 1).array()
+    later = data[data["start_ns"] >= at(6)]
+    resumed = find_iterations(later, resume=Resume(2, at(6), (at(3), at(6)), newest_optimizer=0))
+    assert resumed.number.tolist() == [2, 3, 4]
+    assert bounds(resumed) == [(6, 9), (9, 12), (12, 15)]
 
 
 def test_one_optimizer_per_parameter() -> None:

@@ -86,6 +86,7 @@ class Position(NamedTuple):
                 "start_ns": resume.start_ns,
                 "past_ns": list(resume.past_ns),
                 "training_loaders": sorted(resume.training_loaders),
+                "newest_optimizer": resume.newest_optimizer,
             },
         }
 
@@ -107,6 +108,7 @@ class Position(NamedTuple):
                 int(resume["start_ns"]),
                 tuple(map(int, resume["past_ns"])),
                 frozenset(map(int, resume["training_loaders"])),
+                int(resume.get("newest_optimizer", -1)),
             ),
         )
 
@@ -325,7 +327,8 @@ def _resume_after_loss(records: Records, position: Position) -> Resume | None:
     number = int((steps if len(steps) else data)["iteration"][0])
     start_ns = int(data["start_ns"].min())
     loaders = position.resume.training_loaders if position.resume is not None else frozenset()
-    return Resume(number, start_ns, (start_ns,), loaders)
+    newest = position.resume.newest_optimizer if position.resume is not None else -1
+    return Resume(number, start_ns, (start_ns,), loaders, newest)
 
 
 def _late_ns(writer: WriterFiles) -> int:
@@ -417,9 +420,12 @@ def _resume(data: npt.NDArray[np.void], iterations: Iterations, before: Resume |
     fetched = data["a"][(data["kind"] == Kind.FETCH) & (data["start_ns"] < cut.until_ns)]
     training = set(fetched.tolist()) - set(iterations.evaluations["loader"].tolist())
     training |= before.training_loaders if before is not None else set()
+    stepped = (data["kind"] == Kind.OPTIMIZER_STEP) & (data["b"] == 1) & (data["start_ns"] < cut.until_ns)
+    newest = before.newest_optimizer if before is not None else -1
     return Resume(
         int(iterations.number[closed][-1]) + 1,
         cut.until_ns,
         past[-_PAST:],
         frozenset(sorted(training)[-_LOADERS:]),
+        max(newest, int(data["a"][stepped].max(initial=0)) if stepped.any() else -1),
     )

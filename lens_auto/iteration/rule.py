@@ -6,6 +6,7 @@ points. Everything works on whole columns: a run has millions of records.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,12 +124,14 @@ class Resume:
         start_ns: its start, the end of the last one.
         past_ns: ends of a few iterations before it, ascending; the last is `start_ns`.
         training_loaders: passes (`a` of `FETCH`) that are known to be training.
+        newest_optimizer: the highest ordinal of an optimizer that has stepped; -1 none.
     """
 
     number: int
     start_ns: int
     past_ns: tuple[int, ...] = ()
     training_loaders: frozenset[int] = frozenset()
+    newest_optimizer: int = -1
 
 
 def find_iterations(
@@ -157,7 +160,8 @@ def find_iterations(
     until_ns = max(int(events.end_ns.max(initial=0)), end_ns or 0)
 
     counted = events.of(Kind.OPTIMIZER_STEP) & (data["b"][events.row] == 1)
-    first_step, boundary = _boundaries(data, events, counted)
+    known = -1 if resume is None else resume.newest_optimizer
+    first_step, boundary = _boundaries(data, events, counted, known)
     start_ns, stop_ns = _edges(data, events, counted, boundary)
     if resume is not None and len(start_ns):
         start_ns[0] = resume.start_ns
@@ -305,9 +309,11 @@ def _step_ends(events: _Events) -> Int64Array:
     return ends
 
 
-def _boundaries(data: npt.NDArray[np.void], events: _Events, counted: Mask) -> tuple[Int64Array, Int64Array]:
+def _boundaries(
+    data: npt.NDArray[np.void], events: _Events, counted: Mask, known: int
+) -> tuple[Int64Array, Int64Array]:
     """(1) The first step of each iteration (an index among counted steps), and the end of each iteration."""
-    optimizer = data["a"][events.row[counted]]
+    optimizer = data["a"][events.row[counted]].astype(np.int64)
     steps = len(optimizer)
     if not steps:
         nothing = np.empty(0, dtype=np.int64)
@@ -319,11 +325,22 @@ def _boundaries(data: npt.NDArray[np.void], events: _Events, counted: Mask) -> t
     repeated = optimizer[by_optimizer[1:]] == optimizer[by_optimizer[:-1]]
     again[by_optimizer[:-1][repeated]] = by_optimizer[1:][repeated]
     closes = np.minimum.accumulate(again[::-1])[::-1].tolist()
+    # Optimizers are numbered in the order of their first steps.
+    highest = np.maximum.accumulate(np.append(np.int64(known), optimizer))
+    never_before = np.flatnonzero(highest[1:] > highest[:-1]).tolist()
     firsts = []
     step = 0
     while step < steps:
         firsts.append(step)
-        step = closes[step]
+        following = closes[step]
+        new = bisect_left(never_before, step)
+        new_end = bisect_left(never_before, following, new)
+        # New optimizers have taken over from those before them, which do not step before a new one repeats.
+        if new < new_end and never_before[new] > step and following < steps:
+            taken_over = never_before[new]
+            if new_end - new == following - taken_over and again[taken_over:following].min() == following:
+                firsts.append(taken_over)
+        step = following
     first_step = np.array(firsts, dtype=np.int64)
     boundary = np.maximum.reduceat(_step_ends(events)[counted], first_step)
     return first_step, np.maximum.accumulate(boundary)
