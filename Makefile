@@ -1,5 +1,5 @@
 # Everything runs from a clean clone: Python >= 3.10, make and a package index are enough.
-# `make help` lists the targets. Variables: PYTHON (which interpreter makes .venv), PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS.
+# `make help` lists the targets. Variables: PYTHON (which interpreter makes .venv), PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS, COMPAT_ARGS.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,6 +8,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c const
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+COMPAT_ARGS ?=
 
 # One stamp per set of extras: pip runs again only when the requirements changed.
 RUN_STAMP := $(VENV)/.stamp-run
@@ -50,8 +51,11 @@ scale: $(TEST_STAMP) ## measure agreement and carrier at 2, 8 and 64 processes (
 
 prometheus: $(PROMETHEUS) ## unpack Debian's Prometheus in .venv, for the test that asks a real server
 
+compat: $(TEST_STAMP) ## run real frameworks and PyTorch's own tests with lens-auto and without
+	$(BIN)/python -m compat $(COMPAT_ARGS)
+
 clean: ## remove .venv, caches, build outputs and the demo's runs
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis lens-runs/demo-*
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .compat lens-runs/demo-*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip 21.3 is the first that installs a package without setup.py in editable mode; a newer one is left alone.

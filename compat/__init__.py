@@ -1,0 +1,1 @@
+"""Whether real programs run, and end, the same with lens-auto as without it: `python -m compat` (`make compat`)."""
