@@ -50,8 +50,8 @@ def record_inference_metrics(
     model: str | None = None,
     input_tokens: int | None = None,
     output_tokens: int | None = None,
-    provider_name: str = PROVIDER_NAME,
     operation_name: str = OPERATION_NAME,
+    provider_name: str = PROVIDER_NAME,
 ) -> None:
     """Records one request.
 
@@ -61,8 +61,8 @@ def record_inference_metrics(
         model: Attribute `gen_ai.request.model`; None: left out.
         input_tokens: Histogram `gen_ai.client.token.usage` with `gen_ai.token.type` = input.
         output_tokens: The same with output.
-        provider_name: Attribute `gen_ai.provider.name`.
         operation_name: Attribute `gen_ai.operation.name`.
+        provider_name: Attribute `gen_ai.provider.name`.
     """
     instruments = _instruments(meter)
     attributes = {

@@ -53,11 +53,11 @@ def record_rl_metrics(
     value_loss: float | None = None,
     entropy: float | None = None,
     response_length_mean: float | None = None,
-    generation_duration_ms: float | None = None,
-    rollout_duration_ms: float | None = None,
     grad_norm: float | None = None,
     learning_rate: float | None = None,
     throughput_tokens_per_sec: float | None = None,
+    generation_duration_ms: float | None = None,
+    rollout_duration_ms: float | None = None,
 ) -> None:
     """Records what is given: durations (ms) as histograms, everything else as gauges. None is not recorded."""
     instruments = _instruments(meter)
