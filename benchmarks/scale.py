@@ -71,14 +71,12 @@ def _rank(rank: int, world_size: int, pipe: Connection) -> None:
 
     from lens_auto.iteration.agreement import Agreed, Agreement
     from lens_auto.iteration.carrier import Carrier
+    from lens_auto.iteration.store import StoreAccess
 
-    port = pipe.recv()
-
-    def connect() -> TCPStore:
-        return TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-
+    store = TCPStore("127.0.0.1", pipe.recv(), is_master=False, timeout=timedelta(seconds=60))
+    access = StoreAccess(store)
     begun = time.monotonic()
-    agreement = Agreement(connect, "scale", rank, world_size, Agreed(os.urandom(16), "scale"))
+    agreement = Agreement(access.client, "scale", rank, world_size, Agreed(os.urandom(16), "scale"))
     while not agreement.finished:
         agreement.step()
         time.sleep(0.02)
@@ -86,12 +84,12 @@ def _rank(rank: int, world_size: int, pipe: Connection) -> None:
     number = 0
     arrivals: list[float] = []
 
-    def arrived(_number: int, carrier: dict[str, str], _switches: list[Any], _expected: int) -> None:
+    def arrived(_number: int, carrier: dict[str, str], _switches: list[Any], _first_is_in: int) -> None:
         sent = float(carrier["tracestate"].partition("=")[2])
         arrivals.append((time.monotonic() - sent) * 1e3)
 
     carrier = Carrier(
-        connect,
+        access,
         "scale",
         rank,
         world_size,

@@ -22,8 +22,7 @@ _KIND = int(Kind.PROCESS_GROUP)
 
 def _after_init(recorder: Recorder) -> None:
     group = _comm.c10d.GroupMember.WORLD
-    store = _comm.c10d._get_default_store()
-    runtime.initialized(group.rank(), group.size(), store.clone)
+    runtime.initialized(group.rank(), group.size(), _comm.c10d._get_default_store())
 
 
 def _hook(operation: str, site: Site) -> Hook:
@@ -35,7 +34,6 @@ def _hook(operation: str, site: Site) -> Hook:
             try:
                 recorder = runtime.become_rank(by_init=True)
                 runtime.next_init()
-                _comm.forget_groups()
             except Exception as error:
                 site.fault(error)
         if recorder is None:
@@ -48,13 +46,18 @@ def _hook(operation: str, site: Site) -> Hook:
         try:
             try:
                 if operation == "destroy_process_group":
-                    _comm.forget_group(args[0] if args else kwargs.get("group"))
+                    group = args[0] if args else kwargs.get("group")
+                    if group is None or group is _comm.c10d.GroupMember.WORLD:
+                        runtime.leaving()
+                    _comm.forget_group(group)
                 name = recorder.strings.id(operation)
                 recorder.live.enter(state.slot, _KIND, state.index, state.native_id, name, 0, 0, -1, 0, start, -1, 0, 0)
             except Exception as error:
                 site.fault(error)
             result = wrapped(*args, **kwargs)
         except BaseException as error:
+            if initializes:  # the group that there was, if any, goes on
+                runtime.init_failed()
             _ended(recorder, state, operation, start, site, None, error)
             raise
         finally:
@@ -82,6 +85,7 @@ def _ended(
             flags |= Flag.FAILED
             detail = recorder.strings.id(type(error).__name__)
         elif operation == "init_process_group":
+            _comm.forget_groups()
             _after_init(recorder)
             result = _comm.c10d.GroupMember.WORLD
         if isinstance(result, _comm.c10d.ProcessGroup):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace
 
-from lens_auto import identity, runtime
+from lens_auto import identity
+from lens_auto.current_context import iteration_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,7 +78,7 @@ def iteration_processor() -> Any:
             record = log_record.log_record
             record.attributes[DL_RANK] = rank
             if not record.trace_id:
-                found = _iteration()
+                found = iteration_ids()
                 if found is not None:
                     record.trace_id, record.span_id = found
                     record.trace_flags = trace.TraceFlags(trace.TraceFlags.SAMPLED)
@@ -89,18 +90,3 @@ def iteration_processor() -> Any:
             return True
 
     return IterationLogs()
-
-
-def _iteration() -> tuple[int, int] | None:
-    """Trace id and span id of the iteration that this rank is in; None before the ranks share a seed."""
-    recorder, keeper = runtime.recorder, runtime._housekeeper
-    seed = keeper.info.get("seed") if keeper is not None else None
-    if recorder is None or not seed or recorder.rank < 0:
-        return None
-    from lens_auto.recorder import ids
-
-    known, iteration = bytes.fromhex(str(seed)), recorder.iteration
-    trace_id = ids.iteration_trace_id(known, iteration)
-    return int.from_bytes(trace_id, "big"), int.from_bytes(
-        ids.iteration_span_id(known, iteration, recorder.rank), "big"
-    )

@@ -17,7 +17,6 @@ from lens_auto import guard, state
 from lens_auto.settings import Settings
 
 if TYPE_CHECKING:  # every interpreter imports this file at its start: what only a rank needs is imported by the rank
-    from lens_auto.iteration.agreement import Store
     from lens_auto.iteration.carrier import Switch
     from lens_auto.iteration.live import LiveIterations
     from lens_auto.iteration.schedule import Schedule
@@ -226,10 +225,20 @@ def become_rank(by_init: bool = False) -> Recorder | None:
         made.world_size = world_size
         if world_size == 1 and not by_init:
             identify(_environment_int("RANK", 0), 1)
-            keeper.name_run(str(keeper.info["run_id"]), os.urandom(16), "own")
+            keeper.name_alone()
         else:
             identify(_environment_int("RANK", -1), world_size)
+        _attach_context()
     return recorder
+
+
+def _attach_context() -> None:
+    try:
+        from lens_auto import current_context
+
+        current_context.attach()
+    except Exception as error:
+        guard.site("context").fault(error)
 
 
 def _make_recorder(current: Settings) -> tuple[Recorder, Housekeeper]:
@@ -289,6 +298,7 @@ def _make_recorder(current: Settings) -> tuple[Recorder, Housekeeper]:
         "spool_dir": folder,
         "seed": None,
         "seed_source": None,
+        "origin": {},
         "groups": sorted(groups),
         "exports": None,
         "resource": {},
@@ -336,36 +346,49 @@ def next_init() -> int:
     return _init_count
 
 
-def initialized(rank: int, world_size: int, clone_store: Any) -> None:
+def init_failed() -> None:
+    """That `init_process_group` failed: ranks of which some tried more often must agree on the ordinal."""
+    global _init_count
+    _init_count -= 1
+    if recorder is not None:
+        recorder.init = _init_count
+
+
+def initialized(rank: int, world_size: int, store: Any) -> None:
     """`init_process_group` succeeded: the ranks can agree now.
 
     Args:
         rank, world_size: of the default group.
-        clone_store: called in the housekeeper; gives a client of the job's store that is ours alone.
+        store: the job's; it is neither used nor kept, see `iteration.store`.
     """
     if recorder is None or _housekeeper is None:
         return
     identify(rank, world_size)
     if _housekeeper.info["seed"] is not None:
         return
+    from lens_auto.iteration import origin
     from lens_auto.iteration.agreement import Agreed, Agreement
     from lens_auto.iteration.sharing import Sharing
+    from lens_auto.iteration.store import StoreAccess
 
-    own = Agreed(os.urandom(16), str(_housekeeper.info["run_id"]))
     if world_size == 1:
-        _housekeeper.name_run(own.run_id, own.seed, "own")
+        _housekeeper.name_alone()
         return
+    own = Agreed(os.urandom(16), str(_housekeeper.info["run_id"]), origin.from_environment(os.environ))
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
-    def connect() -> Store:
-        store: Store = clone_store()
-        return store
-
+    access = StoreAccess(store)
     prefix = f"lens-auto/{restart}/{_init_count}"
-    _housekeeper.agree(Agreement(connect, prefix, rank, world_size, own))
+    _housekeeper.agree(Agreement(access.client, prefix, rank, world_size, own), access)
     mode = "derived" if settings is None else settings.propagation
     if mode != "off":
-        _housekeeper.share(Sharing(connect, prefix, rank, world_size, recorder, mode, schedule_switches))
+        _housekeeper.share(Sharing(access, prefix, rank, world_size, recorder, mode, schedule_switches))
+
+
+def leaving() -> None:
+    """The default process group is about to be destroyed, and with it the store."""
+    if _housekeeper is not None:
+        _housekeeper.store_ends()
 
 
 def close() -> None:

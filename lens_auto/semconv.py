@@ -98,7 +98,7 @@ TIMING_FLIGHT_RECORDER = "flight_recorder"
 
 LENS_INFERRED = "lens.inferred"  # no call was seen; the bounds follow from the spans around it
 LENS_LINK_EXPORTED = "lens.link.exported"  # on a link; False: the span it names is on a rank that does not export
-LENS_ITERATION_SKEW = "lens.iteration.skew"  # this rank's iteration number minus rank 0's
+LENS_ITERATION_SKEW = "lens.iteration.skew"  # this rank's iteration number minus rank 0's, where they stay apart
 LENS_HANG_OPERATION = "lens.hang.operation"
 LENS_HANG_PHASE = "lens.hang.phase"
 LENS_HANG_SINCE = "lens.hang.since"  # local time of the rank

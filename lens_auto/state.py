@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 _write_lock = threading.Lock()
 
@@ -14,7 +14,8 @@ _write_lock = threading.Lock()
 # replaced as a whole, never changed in place, so that a reader needs no lock. Write it with `set_enabled_span_groups`.
 enabled_span_groups: frozenset[str] = frozenset()
 
-_pp_trace_carrier: dict[str, str] | None = None
+_pp_trace_carrier: dict[str, str] | None = None  # what the program set
+_shared_carrier: Callable[[], dict[str, str] | None] | None = None  # what the ranks share of an iteration
 
 
 def is_span_group_enabled(group: str) -> bool:
@@ -32,12 +33,27 @@ def set_enabled_span_groups(groups: Iterable[str]) -> None:
 
 
 def set_pp_trace_carrier(carrier: dict[str, str] | None) -> None:
-    """Sets the carrier (W3C headers) of the iteration that this process is in; None: there is none."""
+    """Sets the carrier (W3C headers) of the iteration that this process is in; None: that which the ranks share."""
     global _pp_trace_carrier
     with _write_lock:
         _pp_trace_carrier = carrier
 
 
 def get_pp_trace_carrier() -> dict[str, str] | None:
-    """The carrier set last, for `create_linked_span(..., remote_carrier=...)`; None before the first."""
-    return _pp_trace_carrier
+    """The carrier of this iteration, for `create_linked_span(..., remote_carrier=...)`.
+
+    Returns:
+        What the program set last; else what the ranks share without being told (`docs/propagation.md`): rank 0's span
+        of the iteration that this process is in. None where there is neither.
+    """
+    if _pp_trace_carrier is not None:
+        return _pp_trace_carrier
+    shared = _shared_carrier
+    return None if shared is None else shared()
+
+
+def share_pp_trace_carrier(shared: Callable[[], dict[str, str] | None] | None) -> None:
+    """Who answers where the program has set no carrier; None: nobody."""
+    global _shared_carrier
+    with _write_lock:
+        _shared_carrier = shared

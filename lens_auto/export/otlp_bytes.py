@@ -157,6 +157,8 @@ class Encoder:
     @staticmethod
     def _link(link: Link) -> bytes:
         ids = b"\n\x10" + link.trace_id + b"\x12\x08" + link.span_id
+        if link.trace_state:
+            ids += _field(3, link.trace_state.encode("utf-8", "replace"))
         return _field(13, ids + _attributes(_LINK_ATTRIBUTES, link.attributes) + _LINK_FLAGS)
 
     @staticmethod

@@ -68,6 +68,8 @@ def _span(span: Span) -> dict[str, Any]:
 
 def _link(link: Link) -> dict[str, Any]:
     found: dict[str, Any] = {"traceId": link.trace_id.hex(), "spanId": link.span_id.hex()}
+    if link.trace_state:
+        found["traceState"] = link.trace_state
     if link.attributes:
         found["attributes"] = _attributes(link.attributes)
     return found

@@ -7,7 +7,7 @@ from typing import Any
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
 from lens_auto import __version__, semconv
 from lens_auto.export.spans import Span
@@ -30,7 +30,8 @@ def to_sdk(span: Span, resource: Resource) -> ReadableSpan:
         attributes=_attributes(span.attributes),
         links=[
             Link(
-                _context(int.from_bytes(link.trace_id, "big"), link.span_id, remote=True), _attributes(link.attributes)
+                _context(int.from_bytes(link.trace_id, "big"), link.span_id, True, link.trace_state),
+                _attributes(link.attributes),
             )
             for link in span.links
         ],
@@ -42,8 +43,9 @@ def to_sdk(span: Span, resource: Resource) -> ReadableSpan:
     )
 
 
-def _context(trace_id: int, span_id: bytes, remote: bool) -> SpanContext:
-    return SpanContext(trace_id, int.from_bytes(span_id, "big"), remote, _SAMPLED)
+def _context(trace_id: int, span_id: bytes, remote: bool, trace_state: str = "") -> SpanContext:
+    state = TraceState.from_header([trace_state]) if trace_state else None
+    return SpanContext(trace_id, int.from_bytes(span_id, "big"), remote, _SAMPLED, state)
 
 
 def _attributes(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from lens_auto import semconv
 from lens_auto.export import pipeline_spans
 from lens_auto.groups import TrainingSpanGroup as Group
+from lens_auto.iteration.origin import span_of
 from lens_auto.iteration.rule import Int64Array, Iterations, Mask, find_iterations
 from lens_auto.recorder import ids
 from lens_auto.recorder.hang import iso, read_hang
@@ -48,11 +49,12 @@ _CHUNK = 16_384
 
 @dataclass(slots=True)
 class Link:
-    """A reference to a span in this or another trace."""
+    """A reference to a span in this or another trace; `trace_state` as in the W3C's header."""
 
     trace_id: bytes
     span_id: bytes
     attributes: dict[str, AttributeValue] = field(default_factory=dict)
+    trace_state: str = ""
 
 
 @dataclass(slots=True)
@@ -479,7 +481,12 @@ class SpanMaker:
             attributes[semconv.NEMO_SPAN_TRUNCATED] = True
         if writer.dropped:
             attributes[semconv.LENS_RECORDS_DROPPED] = writer.dropped
-        return self._span(self._job_trace, span_id, None, semconv.SPAN_JOB, info.started_ns, end_ns, attributes)
+        skew = info.raw.get("iteration_skew")
+        if isinstance(skew, int) and skew:
+            attributes[semconv.LENS_ITERATION_SKEW] = skew
+        started_from = span_of(info.raw.get("origin"))
+        links = [] if started_from is None else [Link(*started_from[:2], trace_state=started_from[2])]
+        return self._span(self._job_trace, span_id, None, semconv.SPAN_JOB, info.started_ns, end_ns, attributes, links)
 
     def _iteration_spans(self) -> Iterator[Span]:
         found = self._iterations

@@ -10,32 +10,34 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-
-class Store(Protocol):
-    """The part of `torch.distributed.Store` that we use."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def get(self, key: str, /) -> bytes: ...
+from lens_auto.iteration import origin
+from lens_auto.iteration.store import Store
 
 
 class Agreed:
-    """What the ranks agreed on."""
+    """What the ranks agreed on.
 
-    __slots__ = ("run_id", "seed")
+    Attributes:
+        seed: 16 random bytes.
+        run_id: of rank 0.
+        headers: of the trace that rank 0 was started from, see `origin`.
+    """
 
-    def __init__(self, seed: bytes, run_id: str) -> None:
+    __slots__ = ("headers", "run_id", "seed")
+
+    def __init__(self, seed: bytes, run_id: str, headers: dict[str, str] | None = None) -> None:
         self.seed = seed
         self.run_id = run_id
+        self.headers = headers or {}
 
 
 class Agreement:
     """One rank's side. `step()` does what can be done now, and never waits.
 
     Args:
-        connect: gives the store to use; called in the housekeeper, may raise.
+        connect: gives the client of the store, the same each time; called in the housekeeper, may raise.
         prefix: what tells this init of this attempt from others (restart count and ordinal).
         rank, world_size: of the default group.
         offer: what rank 0 proposes.
@@ -47,7 +49,7 @@ class Agreement:
         self._rank = rank
         self._offer = offer
         self._nonce = secrets.token_hex(8)
-        self._store: Store | None = None
+        self._asked = False
         self._answered: dict[int, str] = {}
         self._pending = set(range(1, world_size)) if rank == 0 else set()
         self.result: Agreed | None = offer if rank == 0 else None
@@ -63,19 +65,17 @@ class Agreement:
         if self.finished:
             return
         try:
-            if self._store is None:
-                self._store = self._connect()
-                if self._rank != 0:
-                    self._store.set(self._key("nonce", self._rank), self._nonce)
+            store = self._connect()
             if self._rank == 0:
                 for rank in sorted(self._pending):
-                    self._answer(self._store, rank)
-            else:
-                self._listen(self._store)
+                    self._answer(store, rank)
+                return
+            if not self._asked:
+                store.set(self._key("nonce", self._rank), self._nonce)
+                self._asked = True
+            self._listen(store)
         except Exception as error:
             self.failed = f"{type(error).__name__}: {error}"
-        if self.failed or (self.result is not None and not self._pending):
-            self._store = None
 
     def _key(self, what: str, rank: int) -> str:
         return f"{self._prefix}/{what}/{rank}"
@@ -86,7 +86,12 @@ class Agreement:
             return
         nonce = store.get(key).decode()
         if self._answered.get(rank) != nonce:
-            go = {"nonce": nonce, "seed": self._offer.seed.hex(), "run_id": self._offer.run_id}
+            go = {
+                "nonce": nonce,
+                "seed": self._offer.seed.hex(),
+                "run_id": self._offer.run_id,
+                "headers": self._offer.headers,
+            }
             store.set(self._key("go", rank), json.dumps(go))
             self._answered[rank] = nonce
         acknowledged = self._key("ack", rank)
@@ -100,5 +105,5 @@ class Agreement:
         go: dict[str, Any] = json.loads(store.get(key))
         if go.get("nonce") != self._nonce:
             return
-        self.result = Agreed(bytes.fromhex(go["seed"]), str(go["run_id"]))
+        self.result = Agreed(bytes.fromhex(go["seed"]), str(go["run_id"]), origin.clean(go.get("headers")))
         store.set(self._key("ack", self._rank), self._nonce)

@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 from lens_auto.groups import TrainingSpanGroup
-from lens_auto.iteration.agreement import Store
+from lens_auto.iteration.store import StoreAccess
 
 logger = logging.getLogger("lens_auto")
 
@@ -36,8 +36,9 @@ IDLE_S = 0.25
 
 _MAGIC = 0x4C43
 _VERSION = 1
-# magic, version, iteration, two switches (groups as bits, from iteration; bit 31: none), lengths of the three texts
-_HEAD = struct.Struct("<HHQIQIQHHH")
+# magic, version, iteration, the iteration that rank 0 is in, two switches (groups as bits, from iteration; bit 31:
+# none), lengths of the three texts
+_HEAD = struct.Struct("<HHQQIQIQHHH")
 _NO_SWITCH = 1 << 31
 _GROUPS = sorted(TrainingSpanGroup.ALL_GROUPS)
 
@@ -67,8 +68,8 @@ def groups_of_bits(bits: int) -> frozenset[str]:
     return frozenset(name for index, name in enumerate(_GROUPS) if bits >> index & 1)
 
 
-def pack(iteration: int, carrier: Mapping[str, str], switches: list[Switch]) -> tuple[bytes, list[str]]:
-    """The fixed-size message of one iteration.
+def pack(iteration: int, current: int, carrier: Mapping[str, str], switches: list[Switch]) -> tuple[bytes, list[str]]:
+    """The fixed-size message of one iteration, sent while rank 0 is in another.
 
     Where the texts do not fit, baggage is left out first, then tracestate.
 
@@ -88,17 +89,17 @@ def pack(iteration: int, carrier: Mapping[str, str], switches: list[Switch]) -> 
             words += (switches[index].bits(), switches[index].from_iteration)
         else:
             words += (_NO_SWITCH, 0)
-    head = _HEAD.pack(_MAGIC, _VERSION, iteration, *words, *map(len, texts.values()))
+    head = _HEAD.pack(_MAGIC, _VERSION, iteration, current, *words, *map(len, texts.values()))
     return (head + b"".join(texts.values())).ljust(CARRIER_BYTES, b"\0"), left_out
 
 
-def unpack(message: bytes) -> tuple[int, dict[str, str], list[Switch]]:
-    """Iteration, carrier and switches of a message.
+def unpack(message: bytes) -> tuple[int, int, dict[str, str], list[Switch]]:
+    """Iteration, rank 0's iteration when it was sent, carrier and switches of a message.
 
     Raises:
         ValueError: it is none of ours.
     """
-    magic, version, iteration, bits1, from1, bits2, from2, *lengths = _HEAD.unpack_from(message)
+    magic, version, iteration, current, bits1, from1, bits2, from2, *lengths = _HEAD.unpack_from(message)
     if magic != _MAGIC or version != _VERSION or _HEAD.size + sum(lengths) > len(message):
         raise ValueError(f"not a carrier message (starts {message[:4].hex()})")
     carrier, at = {}, _HEAD.size
@@ -107,7 +108,7 @@ def unpack(message: bytes) -> tuple[int, dict[str, str], list[Switch]]:
             carrier[name] = message[at : at + length].decode()
         at += length
     words = ((bits1, from1), (bits2, from2))
-    return iteration, carrier, [Switch(groups_of_bits(b), f) for b, f in words if not b & _NO_SWITCH]
+    return iteration, current, carrier, [Switch(groups_of_bits(b), f) for b, f in words if not b & _NO_SWITCH]
 
 
 def descriptors_left() -> int:
@@ -122,17 +123,17 @@ class Carrier:
     """One rank's side of the carrier. Its thread does all the work; it ends by itself where anything is wrong.
 
     Args:
-        connect: a client of the job's store that is ours alone.
+        access: to the job's store.
         prefix: tells this init of this attempt from others.
         rank, world_size: of the default group.
         current: the iteration that this process is in.
         outgoing: rank 0: carrier and switches of an iteration.
-        arrived: called with rank 0's iteration, carrier and switches, and the iteration this process expected.
+        arrived: called with an iteration, its carrier, the switches, and the iteration that rank 0 was in.
     """
 
     def __init__(
         self,
-        connect: Callable[[], Store],
+        access: StoreAccess,
         prefix: str,
         rank: int,
         world_size: int,
@@ -140,7 +141,7 @@ class Carrier:
         outgoing: Callable[[int], tuple[dict[str, str], list[Switch]]],
         arrived: Callable[[int, dict[str, str], list[Switch], int], None],
     ) -> None:
-        self._connect = connect
+        self._access = access
         self._prefix = prefix
         self._rank = rank
         self._world_size = world_size
@@ -151,7 +152,7 @@ class Carrier:
         self.boundary = threading.Event()  # set by the training thread when an iteration begins
         self.cpu_ns = 0  # of the thread, while it broadcasts
         self._thread = threading.Thread(target=self._run, name="lens-carrier", daemon=True)
-        self.state = "joining"
+        self.state = "joining"  # connecting, running, ended
         self.reason = ""
         self.sent = 0
         self.received = 0
@@ -162,9 +163,14 @@ class Carrier:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask the thread to end; nobody waits for it."""
+        """Ask the thread to end."""
         self._stopping.set()
         self.boundary.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the thread after `stop`: one that comes back from C++ while the interpreter ends would abort it."""
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
@@ -194,7 +200,7 @@ class Carrier:
         if descriptors_left() < 64 + 4 * self._world_size:
             self._end(f"RLIMIT_NOFILE leaves {descriptors_left()} descriptors")
             return None
-        store: Any = self._connect()
+        store = self._access.another()
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         store.set(self._key(f"ready/{self._rank}"), "1")
         if self._rank == 0:
@@ -204,14 +210,16 @@ class Carrier:
                 if waiting and not self._patient(deadline):
                     self._end(f"ranks {sorted(waiting)[:8]} do not take part")
                     return None
+            self.state = "connecting"
             store.set(self._key("go"), "1")
         else:
             while not store.check([self._key("go")]):
                 if not self._patient(deadline):
                     self._end("rank 0 did not say go")
                     return None
+        self.state = "connecting"
         timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
-        prefixed = c10d.PrefixStore(self._key("group"), store)
+        prefixed = c10d.PrefixStore(self._key("group"), store.raw)
         group = c10d.ProcessGroupGloo(prefixed, self._rank, self._world_size, timeout)
         _keep_forever(group)
         return group
@@ -231,7 +239,7 @@ class Carrier:
         for buffer in buffers:
             _keep_forever(buffer)
         wait = getattr(vars(Work)["wait"], "__wrapped__", vars(Work)["wait"])  # past our own hook
-        outstanding: deque[tuple[Any, Any, int, float]] = deque()
+        outstanding: deque[tuple[Any, Any, int, float]] = deque()  # work, buffer, iteration, since when
         following = 0
         while not self._stopping.is_set():
             issued = False
@@ -239,7 +247,7 @@ class Carrier:
                 buffer = buffers[following % len(buffers)]
                 if self._rank == 0:
                     carrier, switches = self._outgoing(following)
-                    message, left_out = pack(following, carrier, switches)
+                    message, left_out = pack(following, self._current(), carrier, switches)
                     self.left_out += len(left_out)
                     buffer.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
                     self.sent += 1
@@ -249,13 +257,13 @@ class Carrier:
                 following += 1
                 issued = True
             while outstanding and outstanding[0][0].is_completed():
-                work, buffer, expected, _ = outstanding.popleft()
+                work, buffer, _, _ = outstanding.popleft()
                 wait(work)  # it is complete: this only raises where it failed (`Work.exception` prints a warning)
                 _let_go(work)
                 if self._rank != 0:
-                    iteration, carrier, switches = unpack(buffer.numpy().tobytes())
+                    iteration, first_is_in, carrier, switches = unpack(buffer.numpy().tobytes())
                     self.received += 1
-                    self._arrived(iteration, carrier, switches, expected)
+                    self._arrived(iteration, carrier, switches, first_is_in)
             if outstanding and time.monotonic() - outstanding[0][3] > STALL_TIMEOUT_S:
                 self._end(
                     f"the broadcast of iteration {outstanding[0][2]} did not complete in {STALL_TIMEOUT_S:.0f} s", True

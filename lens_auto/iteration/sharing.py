@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from lens_auto import state
 from lens_auto.groups import TrainingSpanGroup
-from lens_auto.iteration.agreement import Store
 from lens_auto.iteration.carrier import MAX_RANKS, Carrier, Switch
 from lens_auto.iteration.schedule import Requests
+from lens_auto.iteration.store import Client, StoreAccess
 from lens_auto.recorder import ids
 from lens_auto.recorder.recorder import Recorder
 
@@ -28,13 +28,39 @@ STORE_LOOK_S = 2.0
 AHEAD_S_BROADCAST = 2.0
 AHEAD_S_STORE = 10.0
 AHEAD_ITERATIONS = 8
+SKEW_MESSAGES = 16
+
+
+class Skew:
+    """By how many iterations this rank is ahead of rank 0 for good.
+
+    A single message says little: ranks in lockstep are up to an iteration apart, and a message takes its time. Of some
+    in a row the one that is nearest to none says what remains.
+
+    Attributes:
+        widest: the widest so far; negative: behind.
+    """
+
+    def __init__(self) -> None:
+        self.widest = 0
+        self._recent: deque[int] = deque(maxlen=SKEW_MESSAGES)
+
+    def add(self, ahead: int) -> None:
+        """One message: this rank's iteration less rank 0's."""
+        self._recent.append(ahead)
+        if len(self._recent) < SKEW_MESSAGES or min(self._recent) <= 0 <= max(self._recent):
+            return
+        lasting = min(self._recent, key=abs)
+        if abs(lasting) > max(1, abs(self.widest)):
+            self.widest = lasting
 
 
 class Sharing:
     """One rank's side.
 
     Args:
-        connect, prefix, rank, world_size: as for `Agreement`.
+        access: to the job's store.
+        prefix, rank, world_size: as for `Agreement`.
         recorder: knows the iteration.
         mode: `broadcast` or `derived`.
         switch: takes switches in, in this process.
@@ -42,7 +68,7 @@ class Sharing:
 
     def __init__(
         self,
-        connect: Callable[[], Store],
+        access: StoreAccess,
         prefix: str,
         rank: int,
         world_size: int,
@@ -50,7 +76,7 @@ class Sharing:
         mode: str,
         switch: Callable[[list[Switch]], None],
     ) -> None:
-        self._connect = connect
+        self._access = access
         self._key = f"{prefix}/switches"
         self._rank = rank
         self._recorder = recorder
@@ -58,27 +84,40 @@ class Sharing:
         self._seed = b""
         self._switches: list[Switch] = []
         self._requests = Requests()
-        self._store: Store | None = None
         self._next_look = 0.0
         self._rate = (0, time.monotonic())
-        self._headers = {
-            name: value for name in ("tracestate", "baggage") if (value := os.environ.get(name.upper(), ""))
-        }
-        self.skew = 0
+        self._headers: dict[str, str] = {}
+        self._newest: tuple[int, dict[str, str]] = (-1, {})  # the carrier that arrived last, and of which iteration
+        self.skew = Skew()
         self.carrier: Carrier | None = None
-        if mode == "broadcast" and 1 < world_size <= MAX_RANKS:
+        # The group would keep its client of the store for ever, which not every kind of store bears.
+        if mode == "broadcast" and 1 < world_size <= MAX_RANKS and access.lasts:
             self.carrier = Carrier(
-                connect, prefix, rank, world_size, lambda: recorder.iteration, self._outgoing, self._arrived
+                access, prefix, rank, world_size, lambda: recorder.iteration, self._outgoing, self._arrived
             )
 
-    def tick(self, info: dict[str, Any], run_dir: str | None) -> None:
-        """One round, in the housekeeper; seed and run directory are known."""
+    def tick(self, info: dict[str, Any], headers: dict[str, str], run_dir: str | None) -> None:
+        """One round, in the housekeeper; seed and run directory are known.
+
+        Args:
+            info: of the housekeeper.
+            headers: of the trace that the job was started from.
+            run_dir: where requests to switch are left.
+        """
         if not self._seed:
+            self._headers = {name: headers[name] for name in ("tracestate", "baggage") if name in headers}
             self._seed = bytes.fromhex(info["seed"])
+            state.share_pp_trace_carrier(self.current_carrier)
             if self.carrier is not None and info["seed_source"] == "agreed":
                 self._recorder.boundary_event = self.carrier.boundary
                 self.carrier.start()
-        if self._rank == 0 and run_dir:
+        if self.skew.widest:
+            info["iteration_skew"] = self.skew.widest
+        if (
+            self._rank == 0
+            and run_dir
+            and not (self.carrier is not None and self.carrier.state in ("joining", "connecting"))
+        ):
             request = self._requests.look(run_dir)
             if request is not None:
                 self._request(*request)
@@ -89,8 +128,20 @@ class Sharing:
 
     def stop(self) -> None:
         """The process ends."""
+        state.share_pp_trace_carrier(None)
         if self.carrier is not None:
             self.carrier.stop()
+
+    def settle(self, timeout_s: float) -> None:
+        """The store is about to go: wait a little where ranks are connecting by way of it."""
+        deadline = time.monotonic() + timeout_s
+        while self.carrier is not None and self.carrier.state == "connecting" and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait a little for what `stop` ends."""
+        if self.carrier is not None:
+            self.carrier.wait(timeout_s)
 
     @property
     def _broadcasts(self) -> bool:
@@ -125,21 +176,21 @@ class Sharing:
         if self._rank == 0:
             return
 
-        def look(store: Store) -> None:
+        def look(store: Client) -> None:
             if store.check([self._key]):
                 found = json.loads(store.get(self._key))
                 self._switch([Switch(frozenset(groups), int(first)) for groups, first in found])
 
         self._with_store(look)
 
-    def _with_store(self, use: Callable[[Store], None]) -> None:
+    def _with_store(self, use: Callable[[Client], None]) -> None:
         try:
-            if self._store is None:
-                self._store = self._connect()
-            use(self._store)
+            use(self._access.client())
         except Exception as error:
             logger.debug("lens-auto: the store does not answer (%s); span groups cannot be switched any more", error)
             self._next_look = float("inf")
+        finally:
+            self._access.let_go()
 
     # --- the carrier --------------------------------------------------------------------------------------------------
 
@@ -147,16 +198,20 @@ class Sharing:
         """What every rank can tell without a message: the trace of an iteration, and rank 0's span in it."""
         trace_id = ids.iteration_trace_id(self._seed, iteration)
         span_id = ids.iteration_span_id(self._seed, iteration, 0)
-        return {"traceparent": f"00-{trace_id.hex()}-{span_id.hex()}-01"}
+        return {"traceparent": f"00-{trace_id.hex()}-{span_id.hex()}-01", **self._headers}
+
+    def current_carrier(self) -> dict[str, str]:
+        """The carrier of the iteration that this process is in: what arrived from rank 0, else what can be derived."""
+        arrived, carrier = self._newest
+        iteration = self._recorder.iteration
+        return dict(carrier) if arrived == iteration else self.derived_carrier(iteration)
 
     def _outgoing(self, iteration: int) -> tuple[dict[str, str], list[Switch]]:
-        carrier = {**self.derived_carrier(iteration), **self._headers}
-        state.set_pp_trace_carrier(carrier)
-        return carrier, self._switches
+        return self.derived_carrier(iteration), self._switches
 
-    def _arrived(self, iteration: int, carrier: dict[str, str], switches: list[Switch], expected: int) -> None:
-        state.set_pp_trace_carrier(carrier)
-        self.skew = max(self.skew, abs(iteration - expected))
+    def _arrived(self, iteration: int, carrier: dict[str, str], switches: list[Switch], first_is_in: int) -> None:
+        self._newest = (iteration, carrier)
+        self.skew.add(self._recorder.iteration - first_is_in)
         if switches and switches != self._switches:
             self._switches = switches
             self._switch(switches)

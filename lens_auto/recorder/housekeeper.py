@@ -15,8 +15,10 @@ from typing import Any
 
 from lens_auto import guard
 from lens_auto.export.exporting import Exporting
-from lens_auto.iteration.agreement import Agreement
+from lens_auto.iteration import origin
+from lens_auto.iteration.agreement import Agreed, Agreement
 from lens_auto.iteration.sharing import Sharing
+from lens_auto.iteration.store import StoreAccess
 from lens_auto.recorder import finish, rundir, spool
 from lens_auto.recorder.ending import Ending
 from lens_auto.recorder.flight import FlightLog
@@ -30,6 +32,9 @@ logger = logging.getLogger("lens_auto")
 
 TICK_S = 0.25
 AGREEING_TICK_S = 0.02
+AGREEMENT_PATIENCE_S = 1.0  # in all, of ends: that of the process group, that of the process
+STORE_PATIENCE_S = 0.3  # of an end, for a store that does not answer
+CARRIER_PATIENCE_S = 0.5  # the same, for peers that do not answer
 SETTLE_NS = 1_000_000_000  # a closed segment rests this long before it moves: a thread may still be in its last record
 
 
@@ -48,9 +53,14 @@ class Housekeeper:
         self.agreement: Agreement | None = None
         self.sharing: Sharing | None = None
         self.exporting: Exporting | None = None
+        self.headers: dict[str, str] = {}  # of the trace that the job was started from, once it is known
         self.ending = Ending(self)
         self.watch = HangWatch(self, 0.0)
         self.flight = FlightLog(self)
+        self._access: StoreAccess | None = None
+        self._in_store = False  # whether the thread is where a store that does not answer would hold it
+        self._patience_s = AGREEMENT_PATIENCE_S
+        self._abandoned = False  # it was still there when the process ended
         self._claimed_early: str | None = None  # the run id under which the run directory was made before it was agreed
         self._named = threading.Event()
         self._stopping = threading.Event()
@@ -81,9 +91,10 @@ class Housekeeper:
         """What `writer.json` says has changed; it is written at the next tick."""
         self._dirty = True
 
-    def agree(self, agreement: Agreement) -> None:
+    def agree(self, agreement: Agreement, access: StoreAccess) -> None:
         """Agree on seed and run id with the other ranks, in the background."""
         self._begun_ns = time.monotonic_ns()
+        self._access = access
         self.agreement = agreement
         self.recorder.wake.set()
 
@@ -97,9 +108,20 @@ class Housekeeper:
         self._dirty = True
         self.recorder.wake.set()
 
-    def name_run(self, run_id: str, seed: bytes, source: str) -> None:
-        """Fix run id and seed; the run directory is made at the next tick."""
-        self.info.update(run_id=run_id, seed=seed.hex(), seed_source=source)
+    def name_run(self, run: Agreed, source: str) -> None:
+        """Fix run id, seed and the trace that the job was started from; the run directory is made at the next tick.
+
+        Args:
+            run: what the ranks agreed on, or what this one has alone.
+            source: `agreed` or `own`.
+        """
+        span = {name: run.headers[name] for name in ("traceparent", "tracestate") if name in run.headers}
+        self.info.update(run_id=run.run_id, seed=run.seed.hex(), seed_source=source, origin=span)
+        self.headers = run.headers
+        if "baggage" in run.headers:
+            from lens_auto.current_context import receive_baggage
+
+            receive_baggage(run.headers["baggage"])
         self._named.set()
         self._dirty = True
         self.recorder.wake.set()
@@ -125,15 +147,15 @@ class Housekeeper:
     def tick(self) -> None:
         """One round of all duties."""
         self.recorder.prepare()
-        self._agree_on()
+        self._talk()
+        if self._abandoned:
+            return
         if self._named.is_set() and self._claimed_early is not None:
             self._leave_early_claim()
         if self._named.is_set() and self.run_dir is None:
             self._claim_run_dir()
         if self.exporting is not None and self._named.is_set():
             self._look_after_exporter(self.exporting)
-        if self.sharing is not None and self._named.is_set():
-            self.sharing.tick(self.info, self.run_dir)
         self.watch.tick()
         self.flight.tick()
         self._move(time.monotonic_ns() - SETTLE_NS)
@@ -155,20 +177,34 @@ class Housekeeper:
         exporting.register(str(self.info["writer"]), self.run_dir)
         exporting.keeper.look()
 
+    def _talk(self) -> None:
+        """All that needs the job's store, which may not answer."""
+        self._in_store = True
+        try:
+            self._agree_on()
+            if self.sharing is not None and self._named.is_set() and not self._abandoned:
+                self.sharing.tick(self.info, self.headers, self.run_dir)
+        finally:
+            self._in_store = False
+
     def _agree_on(self) -> None:
         agreement = self.agreement
         if agreement is None:
             return
         agreement.step()
+        if self._abandoned:
+            return
+        if agreement.finished and self._access is not None:
+            self._access.let_go()
         if agreement.result is not None and not self._named.is_set():
-            self.name_run(agreement.result.run_id, agreement.result.seed, "agreed")
+            self.name_run(agreement.result, "agreed")
         elif agreement.failed and not self._named.is_set():
             logger.debug("lens-auto: no agreement with the other ranks (%s)", agreement.failed)
             self.name_alone()
 
     def name_alone(self) -> None:
         """No other rank answers: this one's own run id and a seed of its own."""
-        self.name_run(str(self.info["run_id"]), os.urandom(16), "own")
+        self.name_run(Agreed(os.urandom(16), str(self.info["run_id"]), origin.from_environment(os.environ)), "own")
 
     def _claim_run_dir(self) -> None:
         wanted = self.info["wanted_dir"] or rundir.default_run_dir(str(self.info["run_id"]), self.info["cwd"])
@@ -289,24 +325,53 @@ class Housekeeper:
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
+    def store_ends(self) -> None:
+        """The store is about to go with the default process group."""
+        self.await_agreement()
+        if self.sharing is not None:
+            self.sharing.settle(CARRIER_PATIENCE_S)
+
+    def await_agreement(self, limit_s: float = 1.0) -> None:
+        """Give a job that was so short a moment to agree, once and for all."""
+        agreement = self.agreement
+        deadline = time.monotonic() + min(limit_s, self._patience_s)
+        while agreement is not None and not agreement.finished and time.monotonic() < deadline:
+            self.recorder.wake.set()
+            time.sleep(0.01)
+            self._patience_s -= 0.01
+
+    def _join(self, deadline: float) -> bool:
+        """Wait for the thread, which was asked to stop. A store that does not answer is not waited for.
+
+        Returns:
+            Whether it does nothing any more that the caller does from here on.
+        """
+        patience = min(deadline, time.monotonic() + STORE_PATIENCE_S)
+        while self._thread.is_alive() and time.monotonic() < max(deadline, patience):
+            self._thread.join(0.05)
+            if self._in_store and time.monotonic() >= patience:
+                self._abandoned = True
+                return True
+        return not self._thread.is_alive()
+
     def close(self, timeout_s: float) -> str | None:
         """Stop, move everything to the run directory. Returns where the records are; None where they are nowhere."""
         deadline = time.monotonic() + timeout_s
-        agreement = self.agreement
-        patience = time.monotonic() + min(1.0, timeout_s / 4)
-        while agreement is not None and not agreement.finished and time.monotonic() < patience:
-            self.recorder.wake.set()
-            time.sleep(0.01)
+        self.await_agreement(timeout_s / 4)
         self.ending.finish()
         self._stopping.set()
         if self.sharing is not None:
             self.sharing.stop()
         self.recorder.wake.set()
-        self._thread.join(max(0.1, deadline - time.monotonic()))
-        if not self._thread.is_alive():
+        stuck = not self._join(deadline)
+        if self.sharing is not None:
+            self.sharing.wait(CARRIER_PATIENCE_S)
+        if self._access is not None:
+            self._access.let_go()
+        if not stuck:
             self.flight.finish()
         self.recorder.stop()
-        if self._thread.is_alive():  # stuck in a file system call: what is written stays for the next reader
+        if stuck:  # in a file system call: what is written stays for the next reader
             return self._spool_run()
         if self.run_dir is None:
             if not self._named.is_set():

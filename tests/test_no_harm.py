@@ -1,0 +1,217 @@
+"""Ranks that disagree, die, sleep or are set up in odd ways end as they would without us; see `rank_cases.py`.
+
+Each case runs bare and instrumented. The exit status of every rank, what it computed, what it prints and (within a
+generous bound) how long it takes must be the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import PYTHON, Launcher
+
+BOTH = (0, 1)
+SLOWER_S = 6.0  # an instrumented case may take so much longer: the machine may be busy
+LEAVING_S = 2.0  # and so long at the end of a rank
+PROGRAM = Path(__file__).with_name("rank_cases.py")
+
+# C++ stack traces and warnings of torch differ in addresses and stamps; tracebacks (which torch marks with the rank) go
+# through our hooks.
+_TORCHS_OWN = re.compile(
+    r"\[rank\d+\]:|\[?[WIE]\d{4} |\[Gloo\] |Exception raised from |frame #\d+: |<omitting python frames>|Traceback|  |$"
+)
+
+
+@dataclass
+class Plan:
+    """One case: who is instrumented, with what environment."""
+
+    case: str
+    world: int = 2
+    instrumented: tuple[int, ...] = BOTH
+    env: dict[str, dict[str, str]] = field(default_factory=dict)
+    kill_after: int = -1
+    carrier: str | None = "running"  # what all instrumented ranks say of it in the middle; "" anything
+    slow: bool = False
+    real_end: bool = False  # through the whole end of the interpreter; those that are slow do so anyway
+    more_writers: int = 0  # processes that record beside the ranks (negative: ranks that leave nothing)
+    name: str = ""
+
+    @property
+    def id(self) -> str:
+        return self.name or self.case
+
+    def as_json(self, instrumented: bool) -> dict[str, Any]:
+        ranks = self.instrumented if instrumented else ()
+        return {**vars(self), "instrumented": ranks, "limit_s": 45, "real_end": self.real_end or self.slow}
+
+
+def everywhere(**env: str) -> dict[str, dict[str, str]]:
+    return {"all": env}
+
+
+DERIVED = everywhere(NEMO_LENS_PROPAGATION="derived")
+
+PLANS = [
+    Plan("join"),
+    Plan("never_steps"),
+    Plan("first_never_steps", slow=True),
+    Plan("stops_early", slow=True),
+    Plan("stops_early", env=DERIVED, carrier=None, slow=True, name="stops_early derived"),
+    Plan("first_stops_early"),
+    Plan("first_stops_early", env=DERIVED, carrier=None, name="first_stops_early derived"),
+    Plan("first_sleeps", kill_after=1, real_end=True),
+    Plan("second_sleeps", kill_after=0, slow=True),
+    Plan("first_sleeps_and_second_goes_on", kill_after=1, slow=True),
+    Plan("first_is_stopped", kill_after=1, slow=True),
+    Plan("first_is_stopped", env=DERIVED, carrier=None, kill_after=1, name="first_is_stopped derived"),
+    Plan("second_is_killed", real_end=True),
+    Plan("first_is_killed", slow=True),
+    Plan("first_is_killed", env=DERIVED, carrier=None, slow=True, name="first_is_killed derived"),
+    Plan("second_exits_at_once", slow=True),
+    Plan("second_raises", slow=True),
+    Plan("plain_without_waiting", instrumented=(0,), carrier="", name="only rank 0"),
+    Plan("plain_without_waiting", instrumented=(1,), carrier="", name="only rank 1"),
+    Plan("twice", slow=True),
+    Plan("twice_on_one_port", carrier=""),
+    Plan("twice_with_one_store", carrier="", slow=True),
+    Plan("sub_groups", carrier="", slow=True),
+    Plan("alone", world=1, instrumented=(0,), carrier=None, slow=True),
+    Plan("init_times_out", world=1, env=everywhere(WORLD_SIZE="2"), instrumented=(0,), carrier="", slow=True),
+    Plan("init_fails", slow=True),
+    Plan("file_store", carrier=None, slow=True),
+    Plan("hash_store", world=1, instrumented=(0,), carrier="", slow=True),
+    Plan("prefix_store", slow=True),
+    Plan("python_store", world=1, instrumented=(0,), carrier="", slow=True),
+    Plan("fake_store", world=1, instrumented=(0,), carrier="", slow=True),
+    Plan("no_such_interface", env=everywhere(GLOO_SOCKET_IFNAME="nosuch0"), carrier="ended"),
+    Plan("plain", env=everywhere(GLOO_SOCKET_IFNAME="nosuch0"), carrier="", slow=True, name="no interface at all"),
+    Plan("few_descriptors"),
+    Plan("hardly_any_descriptors", carrier="ended", slow=True),
+    *(
+        Plan(
+            "plain_without_waiting",
+            env={"0": {"NEMO_LENS_PROPAGATION": first}, "1": {"NEMO_LENS_PROPAGATION": second}},
+            carrier="",
+            slow=(first, second) != ("broadcast", "derived"),
+            name=f"{first} and {second}",
+        )
+        for first in ("broadcast", "derived", "off")
+        for second in ("broadcast", "derived", "off")
+        if first != second
+    ),
+    Plan("forks", slow=True),
+    Plan("store_in_use", carrier="", slow=True),
+    Plan("threads_that_train", slow=True),
+    Plan("barrier_at_the_end", slow=True),
+    Plan("aborts", slow=True),
+    Plan(
+        "plain",
+        env={
+            "0": {"NEMO_LENS_SPAN_GROUPS": "all", "NEMO_LENS_WINDOW": "3-5,9", "NEMO_LENS_HANG_TIMEOUT_S": "0"},
+            "1": {
+                "NEMO_LENS_SPAN_GROUPS": "job",
+                "NEMO_LENS_ITERATION_OPTIMIZER": "Adam",
+                "NEMO_LENS_MAX_RUN_BYTES": "1",
+            },
+        },
+        slow=True,
+        name="other settings",
+    ),
+    Plan(
+        "plain_without_waiting",
+        env={"1": {"NEMO_LENS_DISABLED": "1"}},
+        more_writers=-1,
+        carrier="",
+        slow=True,
+        name="disabled on rank 1",
+    ),
+]
+BY_ID = {plan.id: plan for plan in PLANS}
+assert len(BY_ID) == len(PLANS)
+
+
+class Results:
+    """Runs of the cases of one kind, bare and instrumented, from one process that imports torch once."""
+
+    def __init__(self, launch: Launcher, plans: list[Plan]) -> None:
+        file = launch.cwd / "plan.json"
+        file.write_text(json.dumps([plan.as_json(on) for plan in plans for on in (False, True)]))
+        run = launch.run(*PYTHON, str(PROGRAM), str(file), timeout_s=45 * len(plans))
+        assert run.code == 0, run.stderr
+        assert run.survivors == []
+        found = [json.loads(line) for line in run.stdout.splitlines()]
+        assert len(found) == 2 * len(plans)
+        self.of = {plan.id: (found[2 * i], found[2 * i + 1]) for i, plan in enumerate(plans)}
+        for plan in plans:
+            for kind, result in zip(("bare", "lens"), self.of[plan.id], strict=True):
+                for rank, end in result["ranks"].items():
+                    leaving = end["leaving_s"]
+                    print(
+                        f"{plan.id:36} {kind:4} rank {rank}: code {end['code']:4} {end['seconds']:6.2f} s,"
+                        f" leaving {'-' if leaving is None else f'{leaving:.2f} s'} {end['said'].get('carrier', '')}"
+                    )
+
+
+@pytest.fixture(scope="module")
+def fast(launch_once: Launcher) -> Results:
+    return Results(launch_once, [plan for plan in PLANS if not plan.slow])
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
+    launcher = Launcher(tmp_path_factory.mktemp("slow"))
+    yield Results(launcher, [plan for plan in PLANS if plan.slow])
+    launcher.close()
+
+
+def ids(slow: bool) -> list[str]:
+    return [plan.id for plan in PLANS if plan.slow is slow]
+
+
+@pytest.mark.parametrize("name", ids(False))
+def test_ends_as_without_us(fast: Results, name: str) -> None:
+    check(BY_ID[name], *fast.of[name])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", ids(True))
+def test_ends_as_without_us_too(slow: Results, name: str) -> None:
+    check(BY_ID[name], *slow.of[name])
+
+
+def check(plan: Plan, bare: dict[str, Any], lens: dict[str, Any]) -> None:
+    assert lens["store_left"] == bare["store_left"]
+    for rank in bare["ranks"]:
+        before, after = bare["ranks"][rank], lens["ranks"][rank]
+        shown = f"rank {rank}\n{json.dumps(before, indent=1)}\n{json.dumps(after, indent=1)}\n{after['stderr']}"
+        assert before["code"] != 999, f"the bare run hangs: {shown}"
+        assert after["code"] == before["code"], shown
+        assert after["seconds"] < before["seconds"] + SLOWER_S, shown
+        if before["leaving_s"] is not None and after["code"] != -9:
+            assert after["leaving_s"] < before["leaving_s"] + LEAVING_S, shown
+        for key in ("weights", "error", "errors", "children", "stale"):
+            assert after["said"].get(key) == before["said"].get(key), shown
+        assert said_beside_torch(after["stderr"]) == said_beside_torch(before["stderr"]), shown
+        if int(rank) in plan.instrumented and plan.carrier != "" and "carrier" in after["said"]:
+            assert after["said"]["carrier"] == plan.carrier, shown
+
+        assert after["said"].get("init", 1) == 1, shown
+    recorded = 0
+    for path in Path(lens["folder"]).glob("run*/ranks/*/writer.json"):
+        writer = json.loads(path.read_text())
+        assert (writer["hooks_off"], writer["hook_faults"]) == ({}, 0), (plan, writer)
+        recorded += 1
+    assert recorded == len(plan.instrumented) + plan.more_writers, plan
+
+
+def said_beside_torch(stderr: str) -> list[str]:
+    """Lines that are no log lines and no stack traces."""
+    return [line for line in stderr.splitlines() if not _TORCHS_OWN.match(line)]
