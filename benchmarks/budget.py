@@ -32,16 +32,16 @@ class Measurement:
     Attributes:
         value: in the budget's unit; None where it could not be measured.
         detail: one line that says how sure that is and what it is made of.
-        width: of the 95 % interval, in the budget's unit; 0 where noise does not matter.
         profile: lines that explain a miss; empty where there was none.
         problem: why it could not be measured.
+        width: of the 95 % interval, in the budget's unit; 0 where noise does not matter.
     """
 
     value: float | None
     detail: str = ""
-    width: float = 0.0
     profile: list[str] = field(default_factory=list)
     problem: str = ""
+    width: float = 0.0
 
 
 BUDGETS: tuple[Budget, ...] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -10,9 +11,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+DISTRIBUTION = "nemo-lens-auto"
 ROOT = Path(__file__).resolve().parents[1]
 RESULT_VARIABLE = "LENS_BENCHMARK_RESULT"  # where a program leaves its result, as JSON
 _PROGRESS = "@progress "
@@ -25,10 +28,22 @@ class ChildError(Exception):
     """A measured program failed, or ran out of time."""
 
 
+@functools.cache
+def foreign_instrumentors() -> str:
+    """Names of the instrumentors that other distributions installed here: what they cost is not ours to measure."""
+    found = metadata.entry_points(group="opentelemetry_instrumentor")
+    return ",".join(sorted(each.name for each in found if each.dist is None or each.dist.name != DISTRIBUTION))
+
+
 def clean_environment(**variables: str) -> dict[str, str]:
-    """The environment, without the settings of OpenTelemetry and ours that the user may have, plus `variables`."""
+    """The environment, without the settings of OpenTelemetry and ours that the user may have, plus `variables`.
+
+    Instrumentations of others are switched off, on both sides of every comparison.
+    """
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OTEL_", "NEMO_LENS_", "_NEMO_LENS_"))}
-    return {**kept, "OMP_NUM_THREADS": "1", "NEMO_LENS_QUIET": "1", **variables}
+    foreign = foreign_instrumentors()
+    others = {"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": foreign} if foreign else {}
+    return {**kept, "OMP_NUM_THREADS": "1", "NEMO_LENS_QUIET": "1", **others, **variables}
 
 
 def instrumented(python: str = sys.executable) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -47,8 +48,14 @@ def _compare(ours: dict[str, Any], bare: dict[str, Any], iterations: int) -> dic
     )
     bare_growth = float(np.median(without[-tenth:]) - np.median(without[half : half + tenth]))
     return {
-        "memory": Measurement(peak, detail),
+        "memory": Measurement(peak, detail, _extra_packages(ours["modules"], bare["modules"])),
         "memory-growth": Measurement(
             growth, f"uninstrumented {bare_growth:+.1f}; {ours['records']} records, {ours['dropped']} dropped"
         ),
     }
+
+
+def _extra_packages(ours: list[str], bare: list[str]) -> list[str]:
+    """What is imported with us only: the usual reason for memory that does not grow."""
+    extra = Counter(name.split(".")[0] for name in set(ours) - set(bare))
+    return [f"{count:4} modules of {package}" for package, count in extra.most_common(12)]

@@ -19,12 +19,11 @@ import numpy as np
 
 from benchmarks import child
 from benchmarks.budget import BY_NAME, Measurement
-from benchmarks.child import ChildError, Progress
+from benchmarks.child import DISTRIBUTION, ChildError, Progress
 from benchmarks.timing import bootstrap, undisturbed_difference
 
 NAMES = ("start-up",)
 
-DISTRIBUTION = "nemo-lens-auto"
 WARM_UPS = 2
 LEAST_PAIRS = 15
 LONGEST_S = 45.0  # on a busy machine
@@ -73,7 +72,7 @@ def _compare(ours_ms: np.ndarray, plain_ms: np.ndarray, ours: str, plain: str, f
         best = cpu
         detail = f"by CPU time: too busy for wall time; wall {wall.value:+.1f}, {detail}"
     profile = _profile(ours, plain, folder) if best.value > limit else []
-    return Measurement(best.value, detail, best.width, profile)
+    return Measurement(best.value, detail, profile, width=best.width)
 
 
 def _environment(root: Path, hidden: bool) -> str:

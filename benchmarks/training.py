@@ -59,4 +59,4 @@ def _measure(name: str, quick: bool, progress: Progress) -> Measurement:
     profile = []
     if by_wall.value > budget:
         profile.append(f"{added_us[1] / records:.1f} us of CPU for each record: see hook-on and wait-watch")
-    return Measurement(by_wall.value, detail, by_wall.width, profile)
+    return Measurement(by_wall.value, detail, profile, width=by_wall.width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -78,6 +79,26 @@ def test_a_slow_phase_of_one_rank(tmp_path: Path, phase: str, cause: str, ranks:
     others = [each for each in found.comparison.ranks if each.rank != rank]
     assert all(each.waiting == pytest.approx(10 / 36, abs=0.03) for each in others)
     assert found.comparison.ranks[rank].waiting < 0.01
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_that_becomes_slow_later(tmp_path: Path, rank: int) -> None:
+    def late(at: int, iteration: int) -> float:
+        return 250.0 if at == rank and iteration >= 300 else 0.0
+
+    job = Job(iterations=600, work={"data": 2, "forward": 200, "backward": 300, "optimizer": 2}, extra={"data": late})
+    (finding,) = summary_of(job.write(tmp_path)).findings
+    assert (finding.kind, finding.ranks, finding.cause) == ("straggler", [rank], "data_loading")
+    assert finding.details["since_iteration"] == pytest.approx(300, abs=2)
+    assert f"rank {rank} holds the others back since iteration 30" in finding.headline
+    assert "data_loading takes 25" in finding.headline
+    assert finding.effect == pytest.approx(250 / (2 * 504 + 250), abs=0.02)
+
+
+def test_a_rank_that_is_slow_for_a_while_is_not_steady(tmp_path: Path) -> None:
+    """As where a neighbour on the machine comes and goes."""
+    job = Job(ranks=2, extra={"forward": lambda rank, iteration: 12.0 * (rank == 1 and iteration < 30)})
+    assert found_in(job.write(tmp_path)) == []
 
 
 @pytest.mark.parametrize("rank", [1, 3])
@@ -506,6 +527,7 @@ class TestMatrix:
 
         def feed() -> None:
             with contextlib.suppress(BrokenPipeError), pipe.open("wb", buffering=0) as file:
+                fcntl.fcntl(file, fcntl.F_SETPIPE_SZ, 4096)  # nothing gathers in it while the job starts
                 while True:
                     file.write(bytes(8 * 1024))  # a batch
                     time.sleep(0.25)

@@ -61,6 +61,7 @@ def main() -> None:
             "iteration_us": taken_s / iterations * 1e6,
             "records": recorder.written() if recorder is not None else 0,
             "dropped": recorder.dropped if recorder is not None else 0,
+            "modules": sorted(sys.modules),
         }
     )
     dist.destroy_process_group()

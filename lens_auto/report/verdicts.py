@@ -23,7 +23,7 @@ from lens_auto.report.words import duration, named, percent, span
 from lens_auto.report.work import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -50,6 +50,9 @@ STEADY_FROM = 0.25  # a rank that stalls in more than this share of the iteratio
 # in at least this share of the iterations, and at its best still slower than the others at their best.
 LATE_IN = 0.75
 BEST = 25  # percentile
+STRETCHES, STEADY_PART = 10, 0.35
+# Of a rank that becomes slow later it is told from this long a stretch on.
+LATER_ITERATIONS, LATER_NS = 100, 60_000_000_000
 # Lateness that wanders costs at least this share in nine of ten iterations, not only now and then.
 WANDERING_ALWAYS = 0.12
 DATA_ALWAYS = 0.03
@@ -248,6 +251,8 @@ class Judge:
         self.iteration_late = matched.by_iteration(self.late)
         self.stalled = self._stalls(matched.by_iteration(training))
         self.calm: Mask = ~np.asarray(self.stalled.any(axis=1))
+        self.looked_at = self.calm  # for what is typical
+        self.explained_ns = np.zeros(len(self.span_ns))  # of each iteration, by stragglers
 
     # --- shares -------------------------------------------------------------------------------------------------------
 
@@ -341,21 +346,14 @@ class Judge:
 
     def _stragglers(self) -> Finding | None:
         """Ranks that come late to most operations, by enough to matter."""
-        if not self.calm.any():
+        for where in self._stretches():
+            chosen = self._steady(where)
+            if chosen:
+                break
+        else:
             return None
-        late = [self.share(self.iteration_late[:, column], self.calm) for column in range(len(self.ranks))]
-        often = (self.iteration_late[self.calm] > 0).mean(axis=0)
-        work = self.matched.by_iteration(self.work)[self.calm]
-        best = np.percentile(work, BEST, axis=0)
-        best -= np.percentile(statistics.lower_median_of_others(work), BEST, axis=0)
-        best /= max(float(np.median(self.span_ns[self.calm])), 1.0)
-        chosen = [
-            column
-            for column, estimate in enumerate(late)
-            if min(estimate.value, best[column]) >= MIN_EFFECT and estimate.above(0) and often[column] >= LATE_IN
-        ]
-        if not chosen or 2 * len(chosen) > len(self.ranks) + 1:
-            return None
+        if where is not self.calm:
+            where = self.calm & (np.arange(len(self.calm)) >= self._onset(chosen, where))
         change = np.zeros_like(self.late)
         change[:, chosen] = -np.maximum(self.late[:, chosen], 0)
         saved = self.replay.saved([change])[0]
@@ -363,6 +361,7 @@ class Judge:
         if effect.value < MIN_EFFECT or not effect.above(0):
             return None
         ranks = [self.ranks[column] for column in chosen]
+        self.looked_at, self.explained_ns = where, saved
         excess = self._excess_by_phase(chosen)
         cause, causes = _cause(excess)
         if cause == NO_SINGLE_CAUSE and self._follows_data(chosen, excess):
@@ -385,6 +384,12 @@ class Judge:
                 told["alike"] = True
         else:
             reason = f"{cause} takes {duration(own)} an iteration {there} and {duration(others)} elsewhere"
+        begin = int(self.matched.iteration[np.flatnonzero(where)[0]])
+        since = ""
+        if where is not self.calm:
+            since = f" since iteration {begin:,}"
+            told["since_iteration"] = begin
+        often = (self.iteration_late[where][:, chosen] > 0).mean(axis=0)
         return self._finding(
             "straggler",
             ranks,
@@ -392,17 +397,53 @@ class Judge:
             causes,
             effect,
             MIN_EFFECT,
-            saved,
-            f"{who} {verb} the others back: {reason}",
+            f"{who} {verb} the others back{since}: {reason}",
             _advice(cause, self._workers(chosen), bool(told.get("alike"))),
-            {"own_ns": round(own), "others_ns": round(others), "late_in": [float(often[c]) for c in chosen], **told},
+            {"own_ns": round(own), "others_ns": round(others), "late_in": often.tolist(), **told},
         )
+
+    def _stretches(self) -> Iterator[Mask]:
+        """Where a rank may be steadily late: the whole run, else from some iteration to the end, in a long run."""
+        yield self.calm
+        edges = np.linspace(0, len(self.calm), STRETCHES + 1).astype(np.int64)
+        for begin in edges[1:-2].tolist():
+            where = self.calm & (np.arange(len(self.calm)) >= begin)
+            if where.sum() >= LATER_ITERATIONS and self.span_ns[where].sum() >= LATER_NS:
+                yield where
+
+    def _onset(self, columns: Sequence[int], where: Mask) -> int:
+        """From when on some ranks are late: where being late by half of what they are takes over from not being so."""
+        late = self.iteration_late[:, list(columns)].sum(axis=1)
+        half = float(np.median(late[where])) / 2
+        return int(np.argmin(np.append(0.0, np.cumsum(late - half))))
+
+    def _steady(self, where: Mask) -> list[int]:
+        """Ranks that are late in most of some iterations, at their best, and all the time."""
+        count = int(where.sum())
+        if count < MIN_ITERATIONS:
+            return []
+        late = self.iteration_late[where]
+        often = (late > 0).mean(axis=0)
+        work = self.matched.by_iteration(self.work)[where]
+        best = np.percentile(work, BEST, axis=0)
+        best -= np.percentile(statistics.lower_median_of_others(work), BEST, axis=0)
+        best /= max(float(np.median(self.span_ns[where])), 1.0)
+        # Neighbours on the machine come and go: in all tenths of the time but one it is late by much of its mean.
+        parts = np.array_split(late, min(STRETCHES, count))
+        least = np.sort(np.stack([part.mean(axis=0) for part in parts]), axis=0)[1]
+        chosen = []
+        for column in range(len(self.ranks)):
+            estimate = self.share(self.iteration_late[:, column], where)
+            enough = min(estimate.value, best[column]) >= MIN_EFFECT and estimate.above(0)
+            if enough and often[column] >= LATE_IN and least[column] >= STEADY_PART * late[:, column].mean():
+                chosen.append(column)
+        return chosen if 2 * len(chosen) <= len(self.ranks) + 1 else []
 
     def _excess_by_phase(self, columns: Sequence[int]) -> dict[str, float]:
         """By how much some ranks' work exceeds the others', by phase."""
         found = {}
         for phase in _TRAINING:
-            own = self.matched.by_iteration(self.own[:, :, phase])[self.calm]
+            own = self.matched.by_iteration(self.own[:, :, phase])[self.looked_at]
             others = statistics.lower_median_of_others(own)
             # The better three quarters of each: what a busy machine adds to some says nothing about the cause.
             count = (3 * len(own) + 3) // 4
@@ -412,7 +453,7 @@ class Judge:
 
     def _typical(self, columns: Sequence[int], cause: str | None) -> tuple[float, float]:
         """Mean own work of an iteration in what a cause names, of some ranks and of the median of the others."""
-        own = self.matched.by_iteration(self._named_work(cause))[self.calm]
+        own = self.matched.by_iteration(self._named_work(cause))[self.looked_at]
         others = [column for column in range(len(self.ranks)) if column not in columns]
         mine = float(own[:, list(columns)].mean())
         return mine, float(statistics.lower_median(own[:, others]).mean()) if others else 0.0
@@ -482,13 +523,13 @@ class Judge:
         most = ", ".join(f"rank {self.ranks[columns[at]]} in {percent(counts[at])}" for at in np.argsort(-counts)[:3])
         if follows:
             return self._finding(
-                *("data_imbalance", [], DATA, causes, effect, threshold, saved),
+                *("data_imbalance", [], DATA, causes, effect, threshold),
                 f"batches differ between the ranks, all wait for the largest ({most} of the iterations)",
                 "sort or bucket samples by length, or give each rank the same number of tokens rather than of samples",
                 {"last": counts.tolist()},
             )
         return self._finding(
-            *("wandering", [], cause, causes, effect, threshold, saved),
+            *("wandering", [], cause, causes, effect, threshold),
             f"another rank is late each time ({most} of the iterations), in {_told(cause, causes)}",
             "look for what shares the hosts: other processes, threads of one's own (OMP_NUM_THREADS x ranks against"
             " cores), a shared file system; more work per iteration makes it matter less",
@@ -541,7 +582,7 @@ class Judge:
 
     def _input(self) -> Finding | None:
         """All ranks wait for their data."""
-        effect, part = self._common(Phase.DATA_LOADING)
+        effect, _ = self._common(Phase.DATA_LOADING)
         if effect.value < INPUT_BOUND or effect.low < MIN_EFFECT:
             return None
         workers = self._workers(range(len(self.ranks)))
@@ -553,7 +594,7 @@ class Judge:
         if starts > 0.5:
             restart = "; most of it when a pass over the data starts: persistent_workers=True keeps the workers"
         return self._finding(
-            *("input_bound", [], phase_name(Phase.DATA_LOADING), [], effect, INPUT_BOUND, part),
+            *("input_bound", [], phase_name(Phase.DATA_LOADING), [], effect, INPUT_BOUND),
             f"all ranks wait for data ({seen}){restart}",
             _advice(phase_name(Phase.DATA_LOADING), workers, False),
             {"workers": sorted(workers), "at_loader_start": starts},
@@ -573,7 +614,7 @@ class Judge:
         if effect.value < OPTIMIZER_BOUND or effect.low < MIN_EFFECT:
             return None
         return self._finding(
-            *("optimizer_bound", [], phase_name(Phase.OPTIMIZER), [], effect, OPTIMIZER_BOUND, part),
+            *("optimizer_bound", [], phase_name(Phase.OPTIMIZER), [], effect, OPTIMIZER_BOUND),
             f"the optimizer's step takes {duration(float(part.mean()))} of every iteration on all ranks",
             "a fused or foreach implementation (fused=True), fewer and larger parameters, a sharded optimizer, or more"
             " gradient accumulation",
@@ -588,7 +629,7 @@ class Judge:
         if any(each.work.enqueued for each in self.matched.writers):
             return None
         return self._finding(
-            *("communication_bound", [], "communication", [], effect, COMMUNICATION_BOUND, exposed),
+            *("communication_bound", [], "communication", [], effect, COMMUNICATION_BOUND),
             f"communication that nothing overlaps takes {duration(float(exposed.mean()))} of every iteration",
             "overlap it with backward (bucket size, static_graph), send less (lower precision, gradient accumulation"
             " with no_sync), or look at the network between the hosts",
@@ -623,7 +664,7 @@ class Judge:
             advice = "persistent_workers=True, or fewer and longer passes"
         every = len(self.span_ns) * len(columns) / events
         return self._finding(
-            *("stalls", ranks, cause, causes, effect, threshold, saved),
+            *("stalls", ranks, cause, causes, effect, threshold),
             f"{named(ranks)} {'stalls' if len(ranks) == 1 else 'stall'} now and then: {events} times"
             f" {duration(each)}, about every {every:.0f}th iteration, in {where}",
             advice,
@@ -663,7 +704,7 @@ class Judge:
         who = "all ranks" if len(ranks) == len(self.ranks) else named(ranks)
         waiting = "" if len(ranks) == len(self.ranks) else ", and the others wait"
         return self._finding(
-            *(kind, ranks, phase_name(phase), [], effect, MIN_EFFECT, saved),
+            *(kind, ranks, phase_name(phase), [], effect, MIN_EFFECT),
             f"{what} takes {duration(each)} on {who} about every {every:.0f}th iteration{waiting}",
             advice,
             {"events": int(busy.sum()), "mean_ns": round(each)},
@@ -690,7 +731,7 @@ class Judge:
 
     def _drift(self) -> Finding | None:
         """Iterations become longer and longer."""
-        length = (self.span_ns - self.apart_ns())[self.calm]
+        length = (self.span_ns - self.apart_ns() - self.explained_ns)[self.calm]
         if len(length) < 10 * MIN_ITERATIONS:
             return None
         parts = [float(np.median(part)) for part in np.array_split(length, 10)]
@@ -702,13 +743,13 @@ class Judge:
         if effect.value < DRIFT or effect.low < MIN_EFFECT or ups.mean() < 0.6:
             return None
         grown = length - float(np.median(begin))
-        costs = self.share(np.concatenate([grown, np.zeros(len(self.span_ns) - len(grown))]))
+        costs = statistics.share(grown, self.span_ns[self.calm])
         own = self.matched.by_iteration(self.own.mean(axis=1))[self.calm]
         quarter = len(own) // 4
         growth = own[-quarter:].mean(axis=0) - own[:quarter].mean(axis=0)
         cause, causes = _cause({phase_name(phase): float(growth[phase]) for phase in _TRAINING})
         found = self._finding(
-            *("drift", [], cause, causes, costs, DRIFT, np.maximum(grown, 0)),
+            *("drift", [], cause, causes, costs, DRIFT),
             f"iterations become longer: {duration(parts[0])} at first, {duration(parts[-1])} at last"
             f" (+{percent(effect.value)}), in {_told(cause, causes)}",
             "look for what grows: memory (swapping, fragmentation), lists that are kept, a hotter device, a dataset"
@@ -774,7 +815,6 @@ class Judge:
         causes: list[dict[str, Any]],
         effect: Estimate,
         threshold: float,
-        saved: Float64Array,
         what: str,
         advice: str,
         details: dict[str, Any] | None = None,
