@@ -13,12 +13,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from lens_auto.recorder.layout import Kind, pack_operation
+
 if TYPE_CHECKING:
     from lens_auto.recorder.recorder import Recorder
 
-
 torch: Any = None
 c10d: Any = None
+plain: list[Any] = []  # the types of tensors that have nothing unusual, once one was seen
 
 
 def bind(module: Any) -> None:
@@ -44,14 +46,14 @@ class GroupInfo:
         size: its ranks.
         ranks: global rank of each group rank.
         native: whether torch counts its operations.
-        sends: next k per (from, to, tag).
+        shown: what slots of the live page show while a collective runs, by its name.
         transfers: how many of the operations that torch has counted were point to point, and whether its backend counts
             them (gloo does, and the ranks of a pipeline make different numbers of them). Shared with the recorder.
     """
 
     __slots__ = (
         *("counter", "name", "native", "number", "rank", "ranks"),
-        *("sends", "size", "text", "transfers", "unclear"),
+        *("shown", "size", "text", "transfers"),
     )
 
     def __init__(self, recorder: Recorder, group: Any) -> None:
@@ -61,9 +63,8 @@ class GroupInfo:
         self.size = len(self.ranks)
         self.rank = self.ranks[group.rank()]
         self.counter = itertools.count(1)
-        self.sends: dict[tuple[int, int, int], int] = {}
+        self.shown: dict[str, bytes] = {}
         self.transfers = recorder.transfers[self.text] = [0, int(_counts_transfers(group))]
-        self.unclear: set[int] = set()  # tags on which a receive from any source made the order unknowable
         self.number: Callable[[], int] = group._get_sequence_number_for_group
         self.native = True
         try:
@@ -79,12 +80,13 @@ class GroupInfo:
         """Operations that torch has counted so far; 0 where it does not count."""
         return self.number() if self.native else 0
 
-    def next_transfer(self, source: int, target: int, tag: int) -> int:
-        """k of the next transfer between two global ranks, from 0."""
-        key = (source, target, tag)
-        k = self.sends.get(key, 0)
-        self.sends[key] = k + 1
-        return k
+    def show(self, operation: str, recorder: Recorder) -> bytes:
+        """What a slot of the live page shows while a collective of this name runs on the group."""
+        found = self.shown.get(operation)
+        if found is None:
+            name = recorder.strings.id(operation)
+            found = self.shown[operation] = pack_operation(Kind.COLLECTIVE, name, self.name, self.size, -1, 0)
+        return found
 
 
 def _counts_transfers(group: Any) -> bool:
@@ -94,7 +96,7 @@ def _counts_transfers(group: Any) -> bool:
         return False
 
 
-_groups: dict[Any, GroupInfo] = {}
+groups: dict[Any, GroupInfo] = {}
 
 
 def group_info(recorder: Recorder, group: Any) -> GroupInfo:
@@ -104,30 +106,30 @@ def group_info(recorder: Recorder, group: Any) -> GroupInfo:
         Skip: this rank is not in it.
     """
     if group is None:
-        group = _default_group()
-    found = _groups.get(group)
+        group = c10d._world._default_pg
+    found = groups.get(group)
     if found is None:
         if group is None or group is c10d.GroupMember.NON_GROUP_MEMBER:
             raise Skip
-        found = _groups[group] = GroupInfo(recorder, group)
+        found = groups[group] = GroupInfo(recorder, group)
     return found
 
 
 def _default_group() -> Any:
-    return c10d._world._default_pg if hasattr(c10d._world, "_default_pg") else c10d.GroupMember.WORLD
+    return c10d._world._default_pg
 
 
 def forget_group(group: Any) -> None:
     """A group was destroyed; None is the default one, and with it all."""
     if group is None or group is _default_group():
-        _groups.clear()
+        groups.clear()
     else:
-        _groups.pop(group, None)
+        groups.pop(group, None)
 
 
 def forget_groups() -> None:
     """The process forked, or starts over with `init_process_group`."""
-    _groups.clear()
+    groups.clear()
     pending.clear()
 
 
@@ -144,9 +146,10 @@ def payload(recorder: Recorder, value: Any) -> tuple[int, int, bool]:
         Skip: a fake tensor, the call only traces.
     """
     kind = type(value)
-    if kind is torch.Tensor or kind is torch.nn.Parameter:
+    if kind in plain:
         try:
-            return value.nbytes, dtype_id(recorder, value.dtype), value.is_cuda
+            dtype = value.dtype
+            return value.nbytes, recorder.dtypes.get(dtype) or dtype_id(recorder, dtype), value.is_cuda
         except Exception:  # sparse, nested: no such property
             return _odd_bytes(value), dtype_id(recorder, value.dtype), value.is_cuda
     if kind is list or kind is tuple:
@@ -157,6 +160,9 @@ def payload(recorder: Recorder, value: Any) -> tuple[int, int, bool]:
             device = device or item_device
         return total, dtype, device
     if isinstance(value, torch.Tensor):
+        if not plain:
+            plain.extend((torch.Tensor, torch.nn.Parameter))
+            return payload(recorder, value)
         if kind.__name__ in ("FakeTensor", "FunctionalTensor"):
             raise Skip
         local = getattr(value, "_local_tensor", None)
@@ -176,18 +182,11 @@ def _odd_bytes(value: Any) -> int:
         return 0
 
 
-_dtypes: dict[int, dict[Any, int]] = {}
-
-
 def dtype_id(recorder: Recorder, dtype: Any) -> int:
     """String id of a data type's name, as torch prints it less the prefix."""
-    known = _dtypes.get(recorder.nonce)
-    if known is None:
-        _dtypes.clear()
-        known = _dtypes[recorder.nonce] = {}
-    found = known.get(dtype)
+    found = recorder.dtypes.get(dtype)
     if found is None:
-        found = known[dtype] = recorder.strings.id(str(dtype).removeprefix("torch."))
+        found = recorder.dtypes[dtype] = recorder.strings.id(str(dtype).removeprefix("torch."))
     return found
 
 
@@ -201,7 +200,7 @@ class Argument:
 
     def __init__(self, function: Callable[..., Any], *names: str) -> None:
         parameters = list(inspect.signature(function).parameters.values())
-        self.name = names[0]
+        self.name = names[0] if names else ""
         self.position = 1 << 30
         self.default: Any = None
         for name in names:

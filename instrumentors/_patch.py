@@ -6,7 +6,7 @@ import copy
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, cast
 
 import wrapt
@@ -16,6 +16,9 @@ from lens_auto import guard, runtime
 from lens_auto.guard import Site
 
 Hook = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+_WraptBase: Any = wrapt.FunctionWrapper.__mro__[1]
 
 
 class _LensBound(wrapt.BoundFunctionWrapper[Any, Any]):
@@ -42,6 +45,21 @@ class LensWrapper(wrapt.FunctionWrapper[Any, Any]):
     """
 
     __bound_function_wrapper__ = _LensBound
+
+    @classmethod
+    def of_module(cls, function: FunctionType, hook: Hook, gate: list[bool], module: ModuleType) -> LensWrapper:
+        """Wrap a module's plain function, for a quarter of what a call of wrapt's own wrapper costs.
+
+        wrapt asks such a function at each call for the `__self__` that it has not, and the error that is raised and
+        dropped costs more than the rest (0.65 us of 0.82, wrapt 2.5 on Python 3.11). It does not ask where it holds an
+        instance already; our hooks do not look at it. Where wrapt's base class takes other arguments, it goes its way.
+        """
+        wrapper = cls(function, hook, enabled=cast(Any, gate))
+        try:
+            _WraptBase.__init__(wrapper, function, module, hook, gate, "function")
+        except TypeError:
+            return cls(function, hook, enabled=cast(Any, gate))
+        return wrapper
 
     def __reduce_ex__(self, protocol: Any) -> str:
         return str(self.__wrapped__.__qualname__)
@@ -85,7 +103,10 @@ class Patches:
         original = vars(owner).get(attribute)
         if original is None or type(original) is LensWrapper:  # a module that re-exports what is wrapped already
             return
-        wrapper = LensWrapper(original, hook, enabled=cast(Any, site.gate))
+        if isinstance(owner, ModuleType) and type(original) is FunctionType:
+            wrapper = LensWrapper.of_module(original, hook, site.gate, owner)
+        else:
+            wrapper = LensWrapper(original, hook, enabled=cast(Any, site.gate))
         setattr(owner, attribute, wrapper)
         self._installed.append(_Installed(owner, attribute, wrapper, site))
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrumentors import _comm
-from instrumentors._comm import Argument, GroupInfo, Skip
+from instrumentors._comm import Argument, GroupInfo, Skip, group_info, payload
 from instrumentors._patch import Hook, LensInstrumentor, Patches
 from lens_auto import guard, runtime
 from lens_auto.guard import Site
-from lens_auto.recorder.layout import Flag, Kind
+from lens_auto.recorder.layout import LIVE_SLOT, Flag, Kind
+
+if TYPE_CHECKING:
+    from lens_auto.recorder.recorder import Recorder, ThreadState
 
 # operation -> names of the argument whose size is `dl.comm.bytes`: what this rank puts in (all_gather: its shard;
 # reduce_scatter, all_to_all: the whole input), or takes out where it may put in nothing (scatter). Object forms: 0.
@@ -44,6 +47,7 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
 }
 
 _now = time.monotonic_ns
+_pack_slot = LIVE_SLOT.pack_into
 _COLLECTIVE = int(Kind.COLLECTIVE)
 _ASYNC = int(Flag.ASYNC)
 _ENQUEUE = int(Flag.ENQUEUE)
@@ -60,77 +64,84 @@ def _hook(operation: str, original: Callable[..., Any], sizes: tuple[str, ...], 
 
     The outermost call is recorded, with what it calls inside: public collectives call each other, and re-enter
     themselves under a torch function mode.
+
+    It runs around every collective of the program: what a call of a function of ours would cost more than it does is
+    written out.
     """
-    group_argument = Argument(original, "group")
+    group_argument, size_argument = Argument(original, "group"), Argument(original, *sizes)
+    group_at, group_named = group_argument.position, group_argument.name
+    size_at, size_named = size_argument.position, size_argument.name
     async_argument = Argument(original, "async_op")
-    size_argument = Argument(original, *sizes) if sizes else None
+    groups, plain = _comm.groups, _comm.plain
 
     def hook(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder = runtime.recorder
         if recorder is None:
             return wrapped(*args, **kwargs)
-        state = recorder.thread()
+        state = recorder.local.state
         if state.depth:
             return wrapped(*args, **kwargs)
         state.depth = 1
         info: GroupInfo | None = None
-        start = seq = nbytes = dtype = name = 0
-        device = False
+        start = seq = nbytes = dtype = device = 0
+        shown = b""
         try:
             try:
-                info = _comm.group_info(recorder, group_argument.of(args, kwargs))
-                if size_argument is not None:
-                    nbytes, dtype, device = _comm.payload(recorder, size_argument.of(args, kwargs))
-                seq = info.next_seq()
-                name = recorder.strings.id(operation)
+                given = len(args)
+                group: Any = args[group_at] if group_at < given else kwargs.get(group_named) if kwargs else None
+                value: Any = args[size_at] if size_at < given else kwargs.get(size_named) if kwargs else None
+                try:
+                    info = groups[_comm.c10d._world._default_pg if group is None else group]
+                    shown = info.shown[operation]
+                    if type(value) in plain:
+                        nbytes, dtype = value.nbytes, recorder.dtypes[value.dtype]
+                        device = recorder.communication and value.is_cuda
+                    else:
+                        nbytes, dtype, device = payload(recorder, value)
+                except (AttributeError, KeyError, RuntimeError):  # the first of its kind, or sparse
+                    info = group_info(recorder, group)
+                    shown = info.show(operation, recorder)
+                    nbytes, dtype, device = payload(recorder, value)
+                seq = info.number() + 1 - info.transfers[0] if info.native else next(info.counter)
                 start = _now()
-                recorder.live.enter(
-                    state.slot,
-                    _COLLECTIVE,
-                    state.index,
-                    state.native_id,
-                    name,
-                    info.name,
-                    info.size,
-                    -1,
-                    0,
-                    start,
-                    seq,
-                    nbytes,
-                    dtype,
-                )
+                _pack_slot(state.page, state.slot, start, seq, nbytes, dtype, shown, start)
             except Skip:
                 info = None
             except Exception as error:
                 info = None
                 site.fault(error)
-            result = wrapped(*args, **kwargs)
+            result = wrapped(*args, **kwargs) if kwargs else wrapped(*args)
         except BaseException as error:
             if info is not None:
-                _ended(recorder, state, info, name, start, seq, nbytes, dtype, _FAILED, site, error)
+                ended(recorder, state, info, operation, start, seq, nbytes, dtype, _FAILED, site, error)
             raise
         finally:
             state.depth = 0
-        if info is not None:
-            flags = _ENQUEUE if device else 0
-            if result is not None and async_argument.of(args, kwargs):
-                flags |= _ASYNC
-            number = _ended(recorder, state, info, name, start, seq, nbytes, dtype, flags, site, None)
-            if flags & _ASYNC and number >= 0:
-                try:
+        if info is None:
+            return result
+        state.kind[0] = 0
+        if recorder.communication:
+            try:
+                end = _now()
+                flags = recorder.communication | (_ENQUEUE if device else 0)
+                asynchronous = result is not None and async_argument.of(args, kwargs)
+                if asynchronous:
+                    flags |= _ASYNC
+                number = recorder.collective(shown, start, end, state.index, flags, seq, nbytes, dtype)
+                if asynchronous and number >= 0:
                     _comm.watch_result(result, number)
-                except Exception as error:
-                    site.fault(error)
+            except Exception as error:
+                site.fault(error)
         return result
 
     return hook
 
 
-def _ended(
-    recorder: Any,
-    state: Any,
+def ended(
+    recorder: Recorder,
+    state: ThreadState,
     info: GroupInfo,
-    name: int,
+    operation: str,
     start: int,
     seq: int,
     nbytes: int,
@@ -139,19 +150,23 @@ def _ended(
     site: Site,
     error: BaseException | None,
 ) -> int:
-    """Empty the slot and, with the group on, write the record; never raises."""
+    """Empty the slot and, with the group on, write the record; never raises.
+
+    Returns:
+        The number of the record, or -1.
+    """
     try:
-        end = _now()
-        recorder.live.leave(state.slot)
+        state.leave()
         if not recorder.communication:
             return -1
-        number: int = recorder.record(
+        end = _now()
+        return recorder.record(
             _COLLECTIVE,
             start,
             end,
             state.index,
             flags | recorder.communication,
-            name,
+            recorder.strings.id(operation),
             info.name,
             dtype,
             seq,
@@ -162,7 +177,6 @@ def _ended(
             recorder.strings.id(type(error).__name__) if error is not None else 0,
             end - start,
         )
-        return number
     except Exception as failure:
         site.fault(failure)
         return -1

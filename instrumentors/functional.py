@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from instrumentors import _comm
 from instrumentors._comm import Argument, GroupInfo, Skip
 from instrumentors._patch import Hook, LensInstrumentor, Patches
-from instrumentors.collectives import communication_site
+from instrumentors.collectives import communication_site, ended
 from lens_auto import runtime
 from lens_auto.guard import Site
 from lens_auto.recorder.layout import Flag, Kind
@@ -57,7 +57,6 @@ RENAMED = {
 }
 
 _now = time.monotonic_ns
-_COLLECTIVE = int(Kind.COLLECTIVE)
 _WAIT = int(Kind.WAIT)
 _ASYNC = int(Flag.ASYNC)
 _ENQUEUE = int(Flag.ENQUEUE)
@@ -67,11 +66,11 @@ _FAILED = int(Flag.FAILED)
 class _Issued:
     """An operation whose result is to be waited for."""
 
-    __slots__ = ("dtype", "info", "name", "nbytes", "number", "seq")
+    __slots__ = ("dtype", "info", "nbytes", "number", "operation", "seq")
 
-    def __init__(self, info: GroupInfo, name: int, seq: int, nbytes: int, dtype: int, number: int) -> None:
+    def __init__(self, info: GroupInfo, operation: str, seq: int, nbytes: int, dtype: int, number: int) -> None:
         self.info = info
-        self.name = name
+        self.operation = operation
         self.seq = seq
         self.nbytes = nbytes
         self.dtype = dtype
@@ -143,7 +142,7 @@ def _hook(module: ModuleType, function: str, original: Callable[..., Any], site:
             return wrapped(*args, **kwargs)
         state.depth = 1
         info: GroupInfo | None = None
-        start = seq = nbytes = dtype = name = 0
+        start = seq = nbytes = dtype = 0
         device = False
         try:
             try:
@@ -153,9 +152,8 @@ def _hook(module: ModuleType, function: str, original: Callable[..., Any], site:
                 group = _group_of(group_argument.of(args, kwargs), tag_argument.of(args, kwargs))
                 info = _comm.group_info(recorder, group)
                 seq = info.next_seq()
-                name = recorder.strings.id(operation)
                 start = _now()
-                _enter(recorder, state, _COLLECTIVE, name, info, start, seq, nbytes, dtype)
+                state.enter(info.show(operation, recorder), start, seq, nbytes, dtype)
             except Skip:
                 info = None
             except Exception as error:
@@ -164,13 +162,13 @@ def _hook(module: ModuleType, function: str, original: Callable[..., Any], site:
             result = wrapped(*args, **kwargs)
         except BaseException as error:
             if info is not None:
-                _ended(recorder, state, info, name, start, seq, nbytes, dtype, _FAILED, None, site, error)
+                ended(recorder, state, info, operation, start, seq, nbytes, dtype, _FAILED, site, error)
             raise
         finally:
             state.depth = 0
         if info is not None:
             flags = _ENQUEUE if device else 0
-            _ended(recorder, state, info, name, start, seq, nbytes, dtype, flags, result, site, None)
+            _issued_now(recorder, state, info, operation, start, seq, nbytes, dtype, flags, result, site)
         return result
 
     return hook
@@ -183,39 +181,11 @@ def _inner(value: Any) -> Any:
     return getattr(value, "elem", value) if type(value).__name__ == "AsyncCollectiveTensor" else value
 
 
-def _enter(
-    recorder: Recorder,
-    state: ThreadState,
-    kind: int,
-    name: int,
-    info: GroupInfo,
-    start: int,
-    seq: int,
-    nbytes: int,
-    dtype: int,
-) -> None:
-    recorder.live.enter(
-        state.slot,
-        kind,
-        state.index,
-        state.native_id,
-        name,
-        info.name,
-        info.size,
-        -1,
-        0,
-        start,
-        seq,
-        nbytes,
-        dtype,
-    )
-
-
-def _ended(
+def _issued_now(
     recorder: Recorder,
     state: ThreadState,
     info: GroupInfo,
-    name: int,
+    operation: str,
     start: int,
     seq: int,
     nbytes: int,
@@ -223,36 +193,14 @@ def _ended(
     flags: int,
     result: Any,
     site: Site,
-    error: BaseException | None,
 ) -> None:
-    """Empty the slot, write the record with the group on, remember what is to be awaited; never raises."""
+    """The call returned: record it, and remember what is to be awaited; never raises."""
     try:
-        end = _now()
-        recorder.live.leave(state.slot)
-        number = -1
         results = _open_results(result)
+        flags |= _ASYNC if results else 0
+        number = ended(recorder, state, info, operation, start, seq, nbytes, dtype, flags, site, None)
         if results:
-            flags |= _ASYNC
-        if recorder.communication:
-            number = recorder.record(
-                _COLLECTIVE,
-                start,
-                end,
-                state.index,
-                flags | recorder.communication,
-                name,
-                info.name,
-                dtype,
-                seq,
-                nbytes,
-                -1,
-                0,
-                info.size,
-                recorder.strings.id(type(error).__name__) if error is not None else 0,
-                end - start,
-            )
-        if results:
-            _remember(results, _Issued(info, name, seq, nbytes, dtype, number))
+            _remember(results, _Issued(info, operation, seq, nbytes, dtype, number))
     except Exception as failure:
         site.fault(failure)
 
@@ -275,17 +223,8 @@ def _wait_hook(module: ModuleType, site: Site) -> Hook:
             if issued is not None:
                 start = _now()
                 if not state.depth:  # else the slot shows the call that waits
-                    _enter(
-                        recorder,
-                        state,
-                        _COLLECTIVE,
-                        issued.name,
-                        issued.info,
-                        start,
-                        issued.seq,
-                        issued.nbytes,
-                        issued.dtype,
-                    )
+                    shown = issued.info.show(issued.operation, recorder)
+                    state.enter(shown, start, issued.seq, issued.nbytes, issued.dtype)
         except Exception as error:
             site.fault(error)
         if issued is None:
@@ -316,7 +255,7 @@ def _awaited(
 ) -> None:
     try:
         if emptied:
-            recorder.live.leave(state.slot)
+            state.leave()
         if issued.number < 0 or not recorder.communication:
             return
         end = _now()

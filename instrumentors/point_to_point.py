@@ -22,7 +22,7 @@ from instrumentors._comm import GroupInfo, Skip
 from instrumentors._patch import Hook, LensInstrumentor, Patches
 from lens_auto import guard, runtime
 from lens_auto.guard import Site
-from lens_auto.recorder.layout import Flag, Kind
+from lens_auto.recorder.layout import Flag, Kind, pack_operation
 
 if TYPE_CHECKING:
     from lens_auto.recorder.recorder import Recorder, ThreadState
@@ -344,7 +344,7 @@ os.register_at_fork(after_in_child=_forget)
 def _counts_of(recorder: Recorder, info: GroupInfo) -> _Counts:
     found = _counts.get(info)
     if found is None:
-        alive = set(_comm._groups.values())
+        alive = set(_comm.groups.values())
         for gone in [each for each in _counts if each not in alive]:
             del _counts[gone]
         name = (recorder.init, info.text)
@@ -421,26 +421,13 @@ class _Transfer:
         transfers = self.path.info.transfers
         transfers[0] += transfers[1] * self.messages
 
-    def enter(self, recorder: Recorder, state: ThreadState, name: int) -> None:
+    def enter(self, state: ThreadState, name: int) -> None:
         """Show it in the live page, and start its clock."""
         path = self.path
         info = path.info
         self.start = start = _now()
-        recorder.live.enter(
-            state.slot,
-            self.kind,
-            state.index,
-            state.native_id,
-            name,
-            info.name,
-            info.size,
-            path.peer,
-            path.tag,
-            start,
-            self.k,
-            self.nbytes,
-            self.dtype,
-        )
+        operation = pack_operation(self.kind, name, info.name, info.size, path.peer, path.tag)
+        state.enter(operation, start, self.k, self.nbytes, self.dtype)
 
     def not_recorded(self) -> None:
         """It was started and is not recorded, so that nobody will know whether it is over."""
@@ -615,7 +602,7 @@ def _hook(operation: str, site: Site) -> Hook:
             try:
                 name = recorder.strings.id(operation)
                 transfer = _transfer(recorder, kind, messages, *read(*args, **kwargs))
-                transfer.enter(recorder, state, name)
+                transfer.enter(state, name)
                 if blocks:
                     channel = transfer.path.channel
                     if channel is not None:
@@ -657,7 +644,7 @@ def _ended(
 ) -> None:
     """Empty the slot, write the record, watch the work; never raises."""
     try:
-        recorder.live.leave(state.slot)
+        state.leave()
         if not failure:
             transfer.count()
         if not recorder.communication and transfer.receive is None:
@@ -687,7 +674,7 @@ def _batch_hook(site: Site) -> Hook:
                 for operation in args[0] if args else kwargs["p2p_op_list"]:
                     transfers.append(_of_batch(recorder, operation))
                 for transfer, name in transfers:
-                    transfer.enter(recorder, state, name)
+                    transfer.enter(state, name)
             except Skip:  # it only traces
                 while transfers:
                     transfers.pop()[0].withdraw()
@@ -726,7 +713,7 @@ def _batch_ended(
     if not transfers:
         return
     try:
-        recorder.live.leave(state.slot)
+        state.leave()
         if not failure:
             for transfer, _ in transfers:
                 transfer.count()

@@ -11,7 +11,7 @@ from instrumentors import _comm
 from instrumentors._patch import Hook, LensInstrumentor, Patches
 from lens_auto import guard, runtime
 from lens_auto.guard import Site
-from lens_auto.recorder.layout import Flag, Kind
+from lens_auto.recorder.layout import Flag, Kind, pack_operation
 
 if TYPE_CHECKING:
     from lens_auto.recorder.recorder import Recorder, ThreadState
@@ -51,7 +51,7 @@ def _hook(operation: str, site: Site) -> Hook:
                         runtime.leaving()
                     _comm.forget_group(group)
                 name = recorder.strings.id(operation)
-                recorder.live.enter(state.slot, _KIND, state.index, state.native_id, name, 0, 0, -1, 0, start, -1, 0, 0)
+                state.enter(pack_operation(_KIND, name, 0, 0, -1, 0), start)
             except Exception as error:
                 site.fault(error)
             result = wrapped(*args, **kwargs)
@@ -79,7 +79,7 @@ def _ended(
 ) -> None:
     try:
         end = _now()
-        recorder.live.leave(state.slot)
+        state.leave()
         flags, detail, group, size = recorder.communication, 0, 0, 0
         if error is not None:
             flags |= Flag.FAILED

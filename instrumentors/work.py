@@ -11,7 +11,7 @@ from instrumentors import _comm, point_to_point
 from instrumentors._patch import Hook, LensInstrumentor, Patches
 from lens_auto import guard, runtime
 from lens_auto.guard import Site
-from lens_auto.recorder.layout import Flag, Kind
+from lens_auto.recorder.layout import Flag, Kind, pack_operation
 
 _now = time.monotonic_ns
 _WAIT = int(Kind.WAIT)
@@ -27,7 +27,7 @@ def _hook(site: Site) -> Hook:
         recorder = runtime.recorder
         if recorder is None:
             return wrapped(*args, **kwargs)
-        state = recorder.thread()
+        state = recorder.local.state
         if state.depth:  # the wait inside a blocking call
             return wrapped(*args, **kwargs)
         state.depth = 1
@@ -40,7 +40,7 @@ def _hook(site: Site) -> Hook:
                     numbers = watched.numbers
                 name = recorder.strings.id("wait")
                 start = _now()
-                recorder.live.enter(state.slot, _WAIT, state.index, state.native_id, name, 0, 0, -1, 0, start, -1, 0, 0)
+                state.enter(pack_operation(_WAIT, name, 0, 0, -1, 0), start)
             except Exception as error:
                 site.fault(error)
             result = wrapped(*args, **kwargs)
@@ -70,7 +70,7 @@ def _ended(
     error: BaseException | None,
 ) -> None:
     try:
-        recorder.live.leave(state.slot)
+        state.leave()
         if not numbers:
             return
         end = _now()

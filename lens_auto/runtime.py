@@ -251,6 +251,7 @@ def _make_recorder(current: Settings) -> tuple[Recorder, Housekeeper]:
     from lens_auto.iteration.schedule import Schedule, window_switches
     from lens_auto.recorder import finish, rundir, spool
     from lens_auto.recorder.housekeeper import Housekeeper
+    from lens_auto.recorder.layout import FORMAT_VERSION
     from lens_auto.recorder.recorder import Recorder
 
     global _schedule, groups
@@ -281,7 +282,7 @@ def _make_recorder(current: Settings) -> tuple[Recorder, Housekeeper]:
     wanted = os.path.abspath(current.run_dir) if current.run_dir else None
     info: dict[str, Any] = {
         "format": "lens-writer",
-        "version": 1,
+        "version": FORMAT_VERSION,
         "writer": writer,
         "nonce": f"{nonce:016x}",
         "host": host,

@@ -177,11 +177,17 @@ class Writer:
         layout.LIVE_PHASE.pack_into(page, layout.LIVE_PHASE_OFFSET, 3, self.phase, 9, now, 10, 11, 3)
         layout.LIVE_COUNTERS.pack_into(page, layout.LIVE_COUNTERS_OFFSET, len(self.records), 0, 0, 0, 1)
         for slot, fields in self.slots.items():
-            values = {**dict.fromkeys(SLOT_FIELDS, 0), "peer": -1, "begin": 5, "end": 5, **fields}
-            offset = layout.LIVE_SLOTS_OFFSET + slot * layout.LIVE_SLOT_BYTES
-            layout.LIVE_SLOT.pack_into(
-                page, offset, values["begin"], *(values[name] for name in SLOT_FIELDS), values["end"]
+            values = {**dict.fromkeys(SLOT_FIELDS, 0), "peer": -1, **fields}
+            operation = layout.pack_operation(
+                *(values[name] for name in ("kind", "name", "group", "group_size", "peer", "tag"))
             )
+            offset = layout.slot_offset(slot)
+            start, end = values["start_ns"], values.get("end", values["start_ns"])
+            layout.LIVE_SLOT.pack_into(
+                page, offset, start, values["seq"], values["bytes"], values["dtype"], operation, end
+            )
+            owner = values["thread"], values["native_id"]
+            layout.LIVE_SLOT_OWNER.pack_into(page, offset + layout.LIVE_SLOT_OWNER_OFFSET, *owner)
         return bytes(page)
 
     def strings_file(self) -> bytes:

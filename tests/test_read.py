@@ -134,7 +134,7 @@ def test_live_file(tmp_path: Path) -> None:
 
 def test_a_live_file_caught_in_an_update(tmp_path: Path) -> None:
     writer = Writer(closed=False)
-    writer.slots[2] = {"kind": Kind.SEND, "begin": 8, "end": 7}
+    writer.slots[2] = {"kind": Kind.SEND, "start_ns": 8, "end": 7}
     page = bytearray(writer.live())
     live = read_live(save(tmp_path, page))
     assert not live.consistent

@@ -77,27 +77,28 @@ class _Record(NamedTuple):
 
     start_ns: int
     end_ns: int
-    iteration: int
-    kind: int
-    thread: int
-    flags: int
-    name: int
-    group: int
-    dtype: int
     seq: int
     bytes: int
+    exposed_ns: int
+    iteration: int
+    flags: int
+    dtype: int
+    thread: int
+    reserved0: int
+    kind: int
+    reserved1: int
+    name: int
+    group: int
+    group_size: int
     peer: int
     tag: int
-    group_size: int
     detail: int
-    exposed_ns: int
+    init: int
     ref: int
     a: int
     b: int
     c: int
-    init: int
-    reserved0: int
-    reserved1: int
+    reserved2: int
     commit: int
 
 

@@ -148,12 +148,10 @@ class FlightLog:
         found: dict[str, int] = {}
         buffer = self._recorder.live.buffer
         for index in range(layout.LIVE_SLOTS):
-            offset = layout.LIVE_SLOTS_OFFSET + index * layout.LIVE_SLOT_BYTES
-            fields = layout.LIVE_SLOT.unpack_from(buffer, offset)
-            kind, group, seq = fields[1], fields[5], fields[10]
-            if kind == Kind.COLLECTIVE:
-                name = self._recorder.strings.text(group)
-                found[name] = min(found.get(name, 1 << 62), seq)
+            slot = layout.read_slot(buffer, index)
+            if slot.kind == Kind.COLLECTIVE:
+                name = self._recorder.strings.text(slot.group)
+                found[name] = min(found.get(name, 1 << 62), slot.seq)
         return found
 
     def _record(self, entry: dict[str, Any], group: str, seq: int, at_ns: int) -> None:

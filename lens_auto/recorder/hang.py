@@ -18,11 +18,11 @@ import sys
 import threading
 import time
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lens_auto import guard
 from lens_auto.recorder import c10d, layout, spool
-from lens_auto.recorder.layout import Flag, Kind, Phase
+from lens_auto.recorder.layout import Flag, Kind, Phase, Slot
 
 if TYPE_CHECKING:
     from lens_auto.recorder.housekeeper import Housekeeper
@@ -46,24 +46,6 @@ _MAX_FRAMES = 100
 _MAX_ENTRIES = 64
 _MAX_BYTES = 16 << 20
 _FLIGHT_PATIENCE_S = 2.0
-
-
-class Slot(NamedTuple):
-    """An operation that a thread of this process is in, as its live page has it."""
-
-    place: int
-    kind: int
-    thread: int
-    native_id: int
-    name: int
-    group: int
-    group_size: int
-    peer: int
-    tag: int
-    start_ns: int
-    seq: int
-    nbytes: int
-    dtype: int
 
 
 class HangWatch:
@@ -208,13 +190,8 @@ class HangWatch:
         return since if slot.place == 0 else max(since, self._slot_ns[0])
 
     def _slots(self) -> list[Slot]:
-        found = []
-        for index in range(layout.LIVE_SLOTS):
-            offset = layout.LIVE_SLOTS_OFFSET + index * layout.LIVE_SLOT_BYTES
-            begin, kind, *fields, end = layout.LIVE_SLOT.unpack_from(self._recorder.live.buffer, offset)
-            if kind and begin == end:
-                found.append(Slot(index, kind, *fields))
-        return found
+        read = (layout.read_slot(self._recorder.live.buffer, index) for index in range(layout.LIVE_SLOTS))
+        return [slot for slot in read if slot.kind and slot.consistent]
 
     def _pending_flight(self) -> dict[str, Any] | None:
         """The oldest operation that torch's flight recorder holds for not done, and old enough."""

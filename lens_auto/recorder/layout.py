@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import enum
 import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import mmap
 
 FORMAT_VERSION = 1
 PAGE_BYTES = 4096
@@ -17,33 +21,39 @@ PAGE_BYTES = 4096
 RECORD_FIELDS: tuple[tuple[str, str], ...] = (
     ("start_ns", "u8"),  # monotonic clock of the host
     ("end_ns", "u8"),  # 0: the end is not known (yet)
-    ("iteration", "u4"),  # the number the writer predicted when it wrote; readers apply the rule again
-    ("kind", "u2"),  # Kind
-    ("thread", "u2"),  # index of the thread in its process, 0 is the first that recorded
-    ("flags", "u4"),  # Flag
-    ("name", "u4"),  # string id: operation, class, path
-    ("group", "u4"),  # string id: torch's name of the process group
-    ("dtype", "u4"),  # string id
     ("seq", "i8"),  # collective: torch's sequence number; send/recv: k; fetch: batch index; -1 unknown
     ("bytes", "u8"),
+    ("exposed_ns", "u8"),  # how long the calling thread was held by the operation
+    ("iteration", "u4"),  # the number the writer predicted when it wrote; readers apply the rule again
+    ("flags", "u4"),  # Flag
+    ("dtype", "u4"),  # string id
+    ("thread", "u2"),  # index of the thread in its process, 0 is the first that recorded
+    ("reserved0", "u2"),
+    # The operation, as a slot of the live page has it.
+    ("kind", "u2"),  # Kind
+    ("reserved1", "u2"),
+    ("name", "u4"),  # string id: operation, class, path
+    ("group", "u4"),  # string id: torch's name of the process group
+    ("group_size", "u4"),
     ("peer", "i4"),  # global rank at the other end; -1 none or unknown
     ("tag", "i4"),
-    ("group_size", "u4"),
     ("detail", "u4"),  # string id: exception type, group description, device
-    ("exposed_ns", "u8"),  # how long the calling thread was held by the operation
+    ("init", "u4"),  # ordinal of the init_process_group in this process, from 1; 0 before the first
     ("ref", "u8"),  # number + 1 of the record of the same writer that this one completes; 0 none
     ("a", "u8"),  # per kind, see Kind
     ("b", "u8"),
     ("c", "u8"),
-    ("init", "u4"),  # ordinal of the init_process_group in this process, from 1; 0 before the first
-    ("reserved0", "u4"),
-    ("reserved1", "u4"),
+    ("reserved2", "u4"),
     ("commit", "u4"),  # index in the segment + 1, written last: anything else means the record is not there
 )
 _CODES = {"u8": "Q", "i8": "q", "u4": "I", "i4": "i", "u2": "H"}
 RECORD = struct.Struct("<" + "".join(_CODES[code] for _, code in RECORD_FIELDS))
 RECORD_BYTES = 128
-assert RECORD.size == RECORD_BYTES
+OPERATION = struct.Struct("<HxxIIIii")  # kind ... tag
+pack_operation = OPERATION.pack
+# The same record, of a collective that did not fail: its operation packed before, and 0 in detail, ref, a, b, c.
+COLLECTIVE_RECORD = struct.Struct(f"<QQqQQIIIHxx{OPERATION.size}s4xI36xI")
+assert RECORD.size == COLLECTIVE_RECORD.size == RECORD_BYTES
 
 
 class Kind(enum.IntEnum):
@@ -134,9 +144,52 @@ LIVE_SLOTS_OFFSET = 1024
 assert LIVE_ISSUED_OFFSET + 8 * LIVE_ISSUED_COUNT <= LIVE_SLOTS_OFFSET
 LIVE_SLOT_BYTES = 128
 LIVE_SLOTS = (LIVE_BYTES - LIVE_SLOTS_OFFSET) // LIVE_SLOT_BYTES
-# begin, kind, thread, native thread id, name, group, group size, peer, tag, start ns, seq, bytes, dtype, end
-LIVE_SLOT = struct.Struct("<IHHIIIIiiQqQII")
-LIVE_SLOT_KIND_OFFSET = 4  # u16: 0 is an empty slot, so that clearing is one aligned store
+# A slot is one cache line, written by a single C call: begin (the start), seq, bytes, dtype, OPERATION, end (the
+# start again; begin == end: consistent). Behind it, written once: which thread's it is.
+LIVE_SLOT = struct.Struct(f"<QqQI{OPERATION.size}s4xQ")
+LIVE_SLOT_KIND_OFFSET = 28  # u16: 0 is an empty slot, so that clearing is one aligned store
+LIVE_SLOT_OWNER_OFFSET = 64
+LIVE_SLOT_OWNER = struct.Struct("<HxxI")  # index of the thread, native thread id
+assert LIVE_SLOT.size == LIVE_SLOT_OWNER_OFFSET
+
+
+class Slot(NamedTuple):
+    """An operation that a thread is in. Names are string ids.
+
+    Attributes:
+        place: which slot of the page.
+        consistent: whether it was read whole, and not while it was written.
+    """
+
+    place: int
+    consistent: bool
+    kind: int
+    thread: int
+    native_id: int
+    name: int
+    group: int
+    group_size: int
+    peer: int
+    tag: int
+    start_ns: int
+    seq: int
+    nbytes: int
+    dtype: int
+
+
+def slot_offset(index: int) -> int:
+    """Where the n-th slot of a live page lies."""
+    return LIVE_SLOTS_OFFSET + index * LIVE_SLOT_BYTES
+
+
+def read_slot(page: mmap.mmap | bytearray | bytes, index: int) -> Slot:
+    """The n-th slot of a live page; its kind is 0 where the thread is in no operation."""
+    offset = slot_offset(index)
+    begin, seq, nbytes, dtype, operation, end = LIVE_SLOT.unpack_from(page, offset)
+    kind, name, group, size, peer, tag = OPERATION.unpack(operation)
+    thread, native_id = LIVE_SLOT_OWNER.unpack_from(page, offset + LIVE_SLOT_OWNER_OFFSET)
+    consistent = begin == end
+    return Slot(index, consistent, kind, thread, native_id, name, group, size, peer, tag, begin, seq, nbytes, dtype)
 
 
 class WriterState(enum.IntEnum):

@@ -11,11 +11,8 @@ from lens_auto.recorder import layout, spool
 from lens_auto.recorder.layout import Phase, WriterState
 
 _U32 = struct.Struct("<I")
-_U16 = struct.Struct("<H")
 _U64 = struct.Struct("<Q")
-_pack_slot = layout.LIVE_SLOT.pack_into
 _pack_phase = layout.LIVE_PHASE.pack_into
-_clear_slot = _U16.pack_into
 
 
 class LiveFile:
@@ -31,7 +28,6 @@ class LiveFile:
             self.buffer = spool.create_mapped(os.path.join(folder, layout.LIVE_NAME), layout.LIVE_BYTES)
         self._nonce = nonce
         self._start_ticks = start_ticks
-        self._turn = 0
         self._phase_turn = 0
         self.identify(-1, 0, -1)
         self.state(WriterState.RUNNING)
@@ -76,48 +72,7 @@ class LiveFile:
         turn = self._phase_turn = (self._phase_turn + 1) & 0xFFFFFFFF or 1
         _pack_phase(self.buffer, layout.LIVE_PHASE_OFFSET, turn, phase, iteration, since_ns, steps, fetches, turn)
 
-    def enter(
-        self,
-        slot: int,
-        kind: int,
-        thread: int,
-        native_id: int,
-        name: int,
-        group: int,
-        group_size: int,
-        peer: int,
-        tag: int,
-        start_ns: int,
-        seq: int,
-        nbytes: int,
-        dtype: int,
-    ) -> None:
-        """Write the operation that a thread enters into its slot (an offset in the page)."""
-        turn = self._turn = (self._turn + 1) & 0xFFFFFFFF or 1
-        _pack_slot(
-            self.buffer,
-            slot,
-            turn,
-            kind,
-            thread,
-            native_id,
-            name,
-            group,
-            group_size,
-            peer,
-            tag,
-            start_ns,
-            seq,
-            nbytes,
-            dtype,
-            turn,
-        )
-
-    def leave(self, slot: int) -> None:
-        """Empty a slot: one aligned store."""
-        _clear_slot(self.buffer, slot + layout.LIVE_SLOT_KIND_OFFSET, 0)
-
-
-def slot_offset(thread: int) -> int:
-    """Where the slot of a thread lies; threads beyond the last slot share it."""
-    return layout.LIVE_SLOTS_OFFSET + min(thread, layout.LIVE_SLOTS - 1) * layout.LIVE_SLOT_BYTES
+    def own_slot(self, index: int, thread: int, native_id: int) -> None:
+        """Write whose a slot is."""
+        offset = layout.slot_offset(index) + layout.LIVE_SLOT_OWNER_OFFSET
+        layout.LIVE_SLOT_OWNER.pack_into(self.buffer, offset, thread, native_id)

@@ -442,12 +442,10 @@ def _parse_phase(page: bytes) -> LivePhase:
 
 
 def _parse_slots(page: bytes) -> Iterator[LiveSlot]:
-    for slot in range(layout.LIVE_SLOTS):
-        begin, kind, *fields, end = layout.LIVE_SLOT.unpack_from(
-            page, layout.LIVE_SLOTS_OFFSET + slot * layout.LIVE_SLOT_BYTES
-        )
-        if kind:
-            yield LiveSlot(slot, begin == end, kind, *fields)
+    for index in range(layout.LIVE_SLOTS):
+        slot = layout.read_slot(page, index)
+        if slot.kind:
+            yield LiveSlot(*slot)
 
 
 # --- strings ----------------------------------------------------------------------------------------------------------

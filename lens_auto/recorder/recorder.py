@@ -11,13 +11,15 @@ from typing import Any
 
 from lens_auto.recorder import layout
 from lens_auto.recorder.layout import Flag, Kind, Phase
-from lens_auto.recorder.live import LiveFile, slot_offset
+from lens_auto.recorder.live import LiveFile
 from lens_auto.recorder.segment import Segment, create_segment, no_segment
 from lens_auto.recorder.strings import Interner
 
 logger = logging.getLogger("lens_auto")
 
 _pack = layout.RECORD.pack_into
+_pack_collective = layout.COLLECTIVE_RECORD.pack_into
+_pack_slot = layout.LIVE_SLOT.pack_into
 _CAPACITY = layout.SEGMENT_RECORDS
 _HEADER = layout.SEGMENT_HEADER_BYTES
 _SIZE = layout.RECORD_BYTES
@@ -28,16 +30,35 @@ NEVER = 1 << 62
 class ThreadState:
     """What a thread of the program is in: how deep in wrapped calls, and where its slot lies."""
 
-    __slots__ = ("backward", "depth", "index", "native_id", "phase_depth", "slot", "step")
+    __slots__ = ("backward", "depth", "index", "kind", "page", "phase_depth", "slot", "step")
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, live: LiveFile) -> None:
+        place = min(index, layout.LIVE_SLOTS - 1)  # threads beyond the last slot share it
+        live.own_slot(place, index, threading.get_native_id())
         self.index = index
-        self.slot = slot_offset(index)
-        self.native_id = threading.get_native_id()
+        self.page = live.buffer
+        self.slot = layout.slot_offset(place)
+        kind = self.slot + layout.LIVE_SLOT_KIND_OFFSET
+        self.kind = memoryview(self.page)[kind : kind + 2].cast("H")
         self.depth = 0  # inside a communication call that is recorded as a whole
         self.phase_depth = 0  # inside a data fetch, model wrapping or checkpoint
         self.step: Any = None  # an optimizer step that has begun
         self.backward = 0  # inside backward
+
+    def enter(self, operation: bytes, start_ns: int, seq: int = -1, nbytes: int = 0, dtype: int = 0) -> None:
+        """Show the operation that the thread enters, as `layout.OPERATION` packs it."""
+        _pack_slot(self.page, self.slot, start_ns, seq, nbytes, dtype, operation, start_ns)
+
+    def leave(self) -> None:
+        """The thread is in no operation: one aligned store."""
+        self.kind[0] = 0
+
+
+class _Local(threading.local):
+    """What each thread has of its own; made on its first use of it."""
+
+    def __init__(self, new_state: Callable[[], ThreadState]) -> None:
+        self.state = new_state()
 
 
 class Recorder:
@@ -64,12 +85,12 @@ class Recorder:
         self.fetches = 0
         # By torch's name of a group: point-to-point operations in torch's count of operations, whether it counts them.
         self.transfers: dict[str, list[int]] = {}
+        self.dtypes: dict[Any, int] = {}  # string ids of torch's data types
         self.dropped = 0
         self.span_flags(frozenset())
         self.switch_at = NEVER  # the iteration at which `on_switch` is due
         self.on_switch: Callable[[int], None] | None = None
         self.boundary_event: threading.Event | None = None  # what the carrier's thread waits for
-        self.local = threading.local()
         self.wake = threading.Event()
         self.closed: list[Segment] = []
         self._lock = threading.Lock()
@@ -84,6 +105,7 @@ class Recorder:
         except OSError as error:
             self.tell(error)
             self.live = LiveFile(None, nonce, start_ticks)
+        self.local = _Local(self._new_thread)  # `local.state`: of the calling thread
         try:
             self.strings = Interner(folder)
         except OSError as error:
@@ -142,41 +164,83 @@ class Recorder:
             _HEADER + index * _SIZE,
             start_ns,
             end_ns,
-            self.iteration,
-            kind,
-            thread,
-            flags,
-            name,
-            group,
-            dtype,
             seq,
             nbytes,
+            exposed_ns,
+            self.iteration,
+            flags,
+            dtype,
+            thread,
+            0,
+            kind,
+            0,
+            name,
+            group,
+            group_size,
             peer,
             tag,
-            group_size,
             detail,
-            exposed_ns,
+            self.init,
             ref,
             a,
             b,
             c,
-            self.init,
-            0,
             0,
             index + 1,
         )
         return segment.base + index
 
+    def collective(
+        self,
+        operation: bytes,
+        start_ns: int,
+        end_ns: int,
+        thread: int,
+        flags: int,
+        seq: int,
+        nbytes: int,
+        dtype: int,
+    ) -> int:
+        """Write the record of a collective that did not fail, its operation packed before (`layout.OPERATION`).
+
+        Returns:
+            Its number; -1 where it was dropped.
+        """
+        segment = self.segment
+        index = next(segment.counter)
+        while index >= _CAPACITY:
+            following = self._following(segment)
+            if following is None:
+                return -1
+            segment = following
+            index = next(segment.counter)
+        _pack_collective(
+            segment.buffer,
+            _HEADER + index * _SIZE,
+            start_ns,
+            end_ns,
+            seq,
+            nbytes,
+            end_ns - start_ns,
+            self.iteration,
+            flags,
+            dtype,
+            thread,
+            operation,
+            self.init,
+            index + 1,
+        )
+        return segment.base + index
+
+    def _new_thread(self) -> ThreadState:
+        with self._lock:
+            index = self._threads
+            self._threads += 1
+        return ThreadState(min(index, 0xFFFF), self.live)
+
     def thread(self) -> ThreadState:
-        """The state of the calling thread."""
-        try:
-            state: ThreadState = self.local.state
-        except AttributeError:
-            with self._lock:
-                index = self._threads
-                self._threads += 1
-            state = self.local.state = ThreadState(min(index, 0xFFFF))
-        return state
+        """The state of the calling thread; `local.state` where every nanosecond counts."""
+        return self.local.state
 
     def phase(self, phase: Phase, now_ns: int) -> None:
         """Say in the live page what the training thread is in from now on."""
