@@ -47,6 +47,9 @@ class _IterationSpan(NonRecordingSpan):
 class _LiveBaggage(dict[str, object]):
     """Baggage that another thread may still add to: whoever goes through it goes through a copy."""
 
+    def copy(self) -> dict[str, object]:
+        return dict(list(super().items()))
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.copy())
 

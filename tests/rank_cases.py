@@ -335,7 +335,7 @@ def init_times_out(rank: int) -> None:
 
 @case
 def init_fails(rank: int) -> None:
-    """Before the one that succeeds, and on one rank after it too: it is counted as the first on both."""
+    """Before the one that succeeds, and on one rank after it: it is counted as the first on both."""
 
     def failing(**wrong: Any) -> None:
         try:
@@ -344,8 +344,6 @@ def init_fails(rank: int) -> None:
             told.setdefault("errors", []).append(type(error).__name__)
 
     failing(init_method="nonsense://")
-    if rank:
-        failing(init_method="nonsense://")
     init()
     wait_for_carrier()
     if rank:
@@ -552,6 +550,102 @@ def seed() -> str | None:
     while keeper.info["seed"] is None and time.monotonic() < deadline:
         time.sleep(0.02)
     return f"{keeper.info['seed_source']} {keeper.info['seed']}"
+
+
+# --- what ranks tell each other (`test_propagation.py`) ---------------------------------------------------------------
+
+
+@case
+def carriers(rank: int) -> None:
+    """What OpenTelemetry's API says is current, in each iteration; each is looked at for long enough to arrive."""
+    from opentelemetry import baggage, trace
+    from opentelemetry.sdk.trace import TracerProvider
+
+    from lens_auto import runtime, state
+
+    tracer = TracerProvider().get_tracer("program")
+    init()
+    wait_for_carrier()
+    told["seed"] = seed()
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told["iterations"] = []
+    for _ in range(6):
+        dist.barrier()
+        time.sleep(0.05)
+        with tracer.start_as_current_span("mine") as span, tracer.start_as_current_span("inside") as inside:
+            seen = {
+                "iteration": runtime.recorder.iteration,
+                "carrier": state.get_pp_trace_carrier(),
+                "baggage": dict(baggage.get_all()),
+                "trace": f"{span.get_span_context().trace_id:032x}",
+                "parent": span.parent and f"{span.parent.span_id:016x}",
+                "inside is a child": inside.parent == span.get_span_context(),
+            }
+            told["iterations"].append(seen)
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()  # the boundary is inside of the program's spans, which it does not change
+            seen["still current"] = trace.get_current_span() is inside
+    state.set_pp_trace_carrier({"traceparent": "the program's own"})
+    dist.barrier()
+    told["own carrier"] = state.get_pp_trace_carrier()
+    time.sleep(0.3)
+    told["own carrier later"] = state.get_pp_trace_carrier()
+    finish()
+
+
+@case
+def traffic(rank: int) -> None:
+    """Collectives and transfers in each iteration, until a file says stop; nonces say which is which.
+
+    Iteration n: an operation counted by torch beside ours (DDP's), two all-reduces, messages 10 n and 10 n + 1 on two
+    tags, and 10 n + 2 into whatever receives.
+    """
+    from lens_auto import runtime
+
+    init()
+    wait_for_carrier()
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told["received"] = {}
+    number = 0
+    while True:
+        model(torch.ones(1, 1)).sum().backward()
+        stop = torch.tensor([float(os.path.exists("stop") or number >= int(os.environ.get("LIMIT", "100000")))])
+        dist.all_reduce(stop)
+        dist.all_reduce(torch.ones(number % 3 + 1))
+        for index, tag in enumerate((0, 7, 9)):
+            if rank == 0:
+                dist.send(torch.tensor([10.0 * number + index]), 1, tag=tag)
+            else:
+                got = torch.zeros(1)
+                dist.recv(got, None if index == 2 else 0, tag=tag)
+                told["received"].setdefault(str(number), []).append(int(got.item()))
+        assert runtime.recorder.iteration == number
+        optimizer.step()
+        optimizer.zero_grad()
+        number += 1
+        if stop.item():
+            break
+        time.sleep(float(os.environ.get("PAUSE_S", "0")))
+    told["iterations"] = number
+    finish()
+
+
+@case
+def drifting(rank: int) -> None:
+    """Rank 1 steps three times as often as rank 0."""
+    init()
+    wait_for_carrier()
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(60):
+        for _ in range(3 if rank else 1):
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+        dist.barrier()
+        time.sleep(0.02)
+    finish()
 
 
 # --- running them -----------------------------------------------------------------------------------------------------
