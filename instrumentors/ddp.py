@@ -1,8 +1,9 @@
 """DistributedDataParallel, whose gradients the reducer averages in C++: what the reducer's own logger measures.
 
-On CPU the logger is asked for every iteration (torch's default is every hundredth); on CUDA its timers synchronise, so
-the user's rate stays as it is and what is sampled is read. No communication hook is installed. The logger tells of an
-iteration when the next forward begins, and of the last one when the model goes or the process ends.
+On CPU the logger is asked for every iteration (torch's default is every hundredth), unless the user chose a rate; on
+CUDA its timers synchronise, so the rate stays as it is and what is sampled is read. No communication hook is installed.
+The logger tells of an iteration when the next forward begins, and of the last one when the model goes or the process
+ends.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ class _Reducer:
         self.group_size = info.size
         self.thread = recorder.thread().index
         # The logger prints what it samples under TORCH_DISTRIBUTED_DEBUG=DETAIL: then the user's rate stays.
-        if not self.cuda and "DETAIL" not in str(_comm.torch.distributed.get_debug_level()):
-            model._set_ddp_runtime_logging_sample_rate(1)
+        quiet = "DETAIL" not in str(_comm.torch.distributed.get_debug_level())
+        if not self.cuda and quiet and model not in _rated:
+            model.reducer._set_ddp_runtime_logging_sample_rate(1)
 
     def read(self, recorder: Recorder) -> None:
         """Record what the logger has newly measured."""
@@ -114,6 +116,7 @@ class _Reducer:
 
 
 _reducers: weakref.WeakKeyDictionary[Any, _Reducer] = weakref.WeakKeyDictionary()
+_rated: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose user chose how often the logger samples
 _registered = False
 
 
@@ -172,8 +175,21 @@ def _forward_hook(site: Site) -> Hook:
     return hook
 
 
+def _rate_hook(site: Site) -> Hook:
+    """`_set_ddp_runtime_logging_sample_rate` (2.1 to 2.13)."""
+
+    def hook(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            _rated.add(instance)
+        except Exception as error:
+            site.fault(error)
+        return wrapped(*args, **kwargs)
+
+    return hook
+
+
 class DDPInstrumentor(LensInstrumentor):
-    """`DistributedDataParallel._pre_forward`: no hook of torch's is taken, no method that the user overrides."""
+    """Two private methods of `DistributedDataParallel`: no hook of torch's is taken, no method that users override."""
 
     def _modules(self) -> dict[str, Callable[[ModuleType, Patches], None]]:
         return {"torch.nn.parallel.distributed": self._install}
@@ -188,3 +204,6 @@ class DDPInstrumentor(LensInstrumentor):
             lambda: bool({"communication", "forward_backward"} & runtime.groups),
         )
         patches.wrap(module.DistributedDataParallel, "_pre_forward", _forward_hook(site), site)
+        rate = "_set_ddp_runtime_logging_sample_rate"
+        rated = guard.site(f"DistributedDataParallel.{rate}")
+        patches.wrap(module.DistributedDataParallel, rate, _rate_hook(rated), rated)

@@ -62,7 +62,9 @@ def main() -> None:
     losses = [each["loss"] for each in history if "loss" in each]
     weights = sum(each.detach().double().sum().item() for each in model.parameters())
     leave(arguments.process_index, trainer.state.global_step, len(evaluations), [*losses, *evaluations, weights])
-    torch.distributed.destroy_process_group()  # without it, torch itself aborts now and then when a rank ends first
+    # Ranks that end at different times make gloo abort, or wait for ever, now and then.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
