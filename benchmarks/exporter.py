@@ -34,7 +34,7 @@ def _training(quick: bool, progress: Progress) -> Measurement:
         endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
         command = [*child.instrumented(), sys.executable, "-m", "benchmarks.programs.exporter_training"]
         variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "NEMO_LENS_EXPORTER_LINGER_S": "0"}
-        result = child.run(command, variables, progress, 300, "60" if quick else "300")
+        result = child.run(command, variables, progress, 300, "60" if quick else "300", "beside")
     running, stopped = np.array(result["running"]), np.array(result["stopped"])
     by_wall, by_cpu = block_ratios(running, stopped)
     detail = (

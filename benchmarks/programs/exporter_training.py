@@ -1,14 +1,17 @@
-"""Iteration time of a rank beside its exporter, whose endpoint refuses every connection; stopped and running in turns.
+"""Iteration time of a rank beside its exporter, stopped and running in turns; what both hold in memory at the end.
 
-Arguments: pairs of blocks. Run under `opentelemetry-instrument` with an endpoint where nobody listens.
+Arguments: pairs of blocks; `beside`, `killed` (its exporter is killed in the middle) or `bare` (there is none: without
+`opentelemetry-instrument`). Run under `opentelemetry-instrument` with an endpoint.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -16,9 +19,27 @@ from benchmarks.child import leave_result, report_progress
 from lens_auto.export import launch
 
 ITERATIONS = 20
+PATIENCE_S = 20.0
 
 
-def main(pairs: int) -> None:
+def status_bytes(pid: int | str, field: str) -> int:
+    """A size in a process's status: VmRSS is what it holds now, VmHWM the most that it held."""
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def running_exporter() -> int:
+    """The pid of the exporter that runs; the housekeeper starts the first, and another where one was killed."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        for process in reversed(launch._started):
+            if process.poll() is None:
+                return process.pid
+        time.sleep(0.05)
+    raise RuntimeError(f"no exporter within {PATIENCE_S:.0f} s")
+
+
+def main(pairs: int, mode: str) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
@@ -37,24 +58,38 @@ def main(pairs: int) -> None:
         return wall_ns, cpu_ns
 
     block()
-    deadline = time.monotonic() + 20
-    while not launch._started:  # the housekeeper starts it
-        time.sleep(0.05)
-        if time.monotonic() > deadline:
-            raise RuntimeError("no exporter was started")
-    exporter = launch._started[0].pid
-    time.sleep(3)  # it has imported what it needs
+    exporter = 0
+    if mode != "bare":
+        exporter = running_exporter()
+        time.sleep(3)  # it has imported what it needs
     running: list[tuple[list[int], list[int]]] = []
     stopped: list[tuple[list[int], list[int]]] = []
+    peak = 0
     for number in range(pairs):
-        os.kill(exporter, signal.SIGSTOP)
+        if exporter:
+            if mode == "killed" and number == pairs // 2:
+                peak = status_bytes(exporter, "VmHWM")
+                os.kill(exporter, signal.SIGKILL)
+                exporter = running_exporter()
+                time.sleep(3)
+            os.kill(exporter, signal.SIGSTOP)
         stopped.append(block())
-        os.kill(exporter, signal.SIGCONT)
+        if exporter:
+            os.kill(exporter, signal.SIGCONT)
         running.append(block())
         report_progress(number / pairs)
-    os.kill(exporter, 0)  # it still runs
-    leave_result({"running": running, "stopped": stopped})
+    if exporter:
+        peak = max(peak, status_bytes(exporter, "VmHWM"))  # which also says that it still runs
+    leave_result(
+        {
+            "running": running,
+            "stopped": stopped,
+            "rank_bytes": status_bytes("self", "VmRSS"),
+            "exporter_bytes": peak,
+            "ended_ns": time.monotonic_ns(),
+        }
+    )
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])
