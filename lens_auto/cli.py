@@ -315,7 +315,7 @@ def export(
 
 @app.command()
 def recover(run_dir: RunDir = None, endpoint: Endpoint = None, protocol: Protocol = None) -> None:
-    """Send what an exporter process could not send, and remove what is accepted; each span once."""
+    """Send what an exporter process or a program could not send, and remove what is accepted; each span once."""
     _send(run_dir, "recover", endpoint, protocol)
 
 
@@ -337,7 +337,7 @@ def _send(run_dir: Path | None, command: str, endpoint: str | None, protocol: st
     if done.not_sampled:
         notes.append(f"{done.not_sampled:,} left out by the sampler")
     if done.running:
-        notes.append(f"{done.running} ranks are still running and were left alone")
+        notes.append(f"{done.running} processes are still running and were left alone")
     _say("; ".join(notes))
 
 

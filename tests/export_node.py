@@ -181,7 +181,9 @@ class Node:
         return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout_s)
 
     def _environment(self, environment: Mapping[str, str], more: Mapping[str, str]) -> dict[str, str]:
-        return self._launcher.environment({"NEMO_LENS_EXPORT_STRATEGY": "all_ranks", **environment, **more})
+        # A receiver's faults are meant for spans.
+        defaults = {"NEMO_LENS_EXPORT_STRATEGY": "all_ranks", "OTEL_METRICS_EXPORTER": "none"}
+        return self._launcher.environment({**defaults, **environment, **more})
 
     def close(self) -> None:
         """End what a failed test left running."""

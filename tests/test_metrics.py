@@ -301,7 +301,9 @@ def test_otlp_with_spans_beside_it(tmp_path: Path, preference: str, temporality:
     """Both ranks in one request, each with its resource; the segments go when both signals are done with them."""
     with Receiver("grpc") as receiver, made(tmp_path, rank(0), rank(1, 40)) as node:
         recorded = len(node.recorded())
-        variables = {"OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": preference} if preference else {}
+        variables = {"OTEL_METRICS_EXPORTER": "otlp"}
+        if preference:
+            variables["OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"] = preference
         ended = node.start(receiver.environment(), **variables).wait()
         assert (ended.code, node.log()) == (0, "")
         assert receiver.span_count == recorded
@@ -322,7 +324,10 @@ def test_an_endpoint_without_metrics_takes_the_spans(tmp_path: Path) -> None:
     """Metrics are named, and nobody listens there: spans leave, the process ends in time."""
     with Receiver("http") as receiver, made(tmp_path, rank(0)) as node:
         recorded = len(node.recorded())
-        nobody = {"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": f"http://127.0.0.1:{free_port()}/v1/metrics"}
+        nobody = {
+            "OTEL_METRICS_EXPORTER": "otlp",
+            "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": f"http://127.0.0.1:{free_port()}/v1/metrics",
+        }
         ended = node.start(receiver.environment(), **nobody).wait(40)
         assert ended.code == 0
         assert ended.took_s < 25

@@ -124,7 +124,10 @@ class GrpcSender:
 
     def send(self, spans: list[Span], resource: dict[str, Any]) -> Answer:
         """Encode and send one batch."""
-        body = self._encoder.request(spans, resource)
+        return self.post(self._encoder.request(spans, resource))
+
+    def post(self, body: bytes) -> Answer:
+        """Send a request that is encoded already."""
         try:
             response = self._export(body, timeout=self._settings.timeout_s, metadata=self._settings.headers)
         except grpc.RpcError as error:

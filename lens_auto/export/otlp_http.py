@@ -110,8 +110,12 @@ class HttpSender:
 
     def send(self, spans: list[Span], resource: dict[str, Any]) -> Answer:
         """Encode and send one batch."""
+        return self.post(self._encoder.request(spans, resource))
+
+    def post(self, body: bytes) -> Answer:
+        """Send a request that is encoded already."""
         session = self._session
-        session.body = self._encoder.request(spans, resource)
+        session.body = body
         session.answer = Answer(Outcome.LATER, "the SDK's exporter sent nothing")
         try:
             self._exporter.export([])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from lens_auto.config import NemoLensConfig
-from lens_auto.export import launch
+from lens_auto.export import launch, programs
 from lens_auto.export.answer import Outcome
 from lens_auto.export.exporters import exporter_names
 from lens_auto.export.kept import kept_spans, progress_folder
@@ -31,7 +31,7 @@ class NotSent(Exception):
 
 
 class Sent(NamedTuple):
-    """What was done: spans sent, spans that the sampler left out, writers still at work (not touched)."""
+    """What was done: spans sent, spans that the sampler left out, processes still at work (not touched)."""
 
     spans: int
     not_sampled: int
@@ -55,7 +55,9 @@ def _file_of(run: RunDirectory) -> str:
 
 
 def send_run(run: RunDirectory, advance: Callable[[int], None]) -> Sent:
-    """Send all spans of a run to the endpoint that the environment names; the run directory stays as it is.
+    """Send all spans of a run, also those that programs made themselves, to the endpoint that the environment names.
+
+    The run directory stays as it is.
 
     Args:
         run: what to send.
@@ -79,11 +81,16 @@ def send_run(run: RunDirectory, advance: Callable[[int], None]) -> Sent:
                 advance(len(batch))
     finally:
         sender.close()
-    return Sent(sent, 0, 0)
+    own = programs.send_all(run, advance)
+    if own.reason:
+        raise NotSent(f"the endpoint took {sent + own.sent:,} spans and no more: {own.reason}")
+    return Sent(sent + own.sent, 0, 0)
 
 
 def recover(run: RunDirectory, advance: Callable[[int], None]) -> Sent:
-    """Send what an exporter process left of a run, and remove what was accepted; each span once, over several calls.
+    """Send what an exporter process left of a run, and what programs could not send of their own spans.
+
+    What was accepted is removed: each span once, over several calls.
 
     Raises:
         NotSent: the endpoint does not take them; what it took is written down.
@@ -128,6 +135,12 @@ def recover(run: RunDirectory, advance: Callable[[int], None]) -> Sent:
         _forget(run.run_id, writer.name)
     for lane in lanes:
         lane.close()
+    own = programs.send_unsent(run, advance)
+    sent, running = sent + own.sent, running + own.running
+    if own.left:
+        raise NotSent(
+            f"the endpoint took {sent:,} spans, {own.left:,} that programs made themselves are left: {own.reason}"
+        )
     return Sent(sent, not_sampled, running)
 
 

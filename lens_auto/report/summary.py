@@ -13,6 +13,7 @@ from lens_auto.recorder.layout import Phase
 from lens_auto.recorder.read import RunDirectory, Status
 from lens_auto.report.goodput import Goodput, goodput, restarts
 from lens_auto.report.match import attempts, match
+from lens_auto.report.services import ProgramSummary, find_programs
 from lens_auto.report.verdicts import Analysis, Finding, WhatIf, analyze
 from lens_auto.report.words import duration, named, size, three_digits
 
@@ -114,6 +115,7 @@ class Summary:
     what_if: list[WhatIf]
     comparison: Analysis  # of the ranks with each other
     goodput: Goodput | None
+    programs: list[ProgramSummary]  # what processes made with OpenTelemetry themselves
     records: int
     dropped: int
     mispredicted: int
@@ -173,6 +175,7 @@ def summarize(run: RunDirectory, loaded: Sequence[LoadedWriter], problems: Itera
         what_if=analysis.what_if,
         comparison=analysis,
         goodput=spent,
+        programs=find_programs(run),
         records=sum(rank.records for rank in ranks),
         dropped=sum(rank.dropped for rank in ranks),
         mispredicted=sum(rank.mispredicted for rank in ranks),
@@ -292,6 +295,9 @@ def _troubles(summary: Summary) -> list[str]:
         found.append(f"{named(summary.missing_ranks)}{more} missing of {summary.world_size}")
     if summary.dropped:
         found.append(f"{summary.dropped:,} records dropped")
+    unsent = sum(each.unsent for each in summary.programs)
+    if unsent:
+        found.append(f"{unsent:,} spans of programs not sent")
     return found
 
 
@@ -309,7 +315,11 @@ def _place(rank: RankSummary) -> str:
 def _progress(summary: Summary) -> str:
     counts = {rank.iterations.count for rank in summary.ranks}
     if not summary.ranks:
-        return "no rank recorded anything"
+        services = [each for each in summary.programs if each.rank is None]
+        if not services:
+            return "no rank recorded anything"
+        spans = sum(each.spans for each in services)
+        return f"no rank; {len(services)} service{'' if len(services) == 1 else 's'} made {spans:,} spans"
     least, most = min(counts), max(counts)
     count = str(most) if least == most else f"{least} to {most}"
     ranks = len({rank.rank for rank in summary.ranks})

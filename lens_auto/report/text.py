@@ -52,6 +52,8 @@ def render(summary: Summary, out: Console) -> None:
         _titled(out, "Share of each phase in the time of iterations", _phase_table(shown, summary))
     if summary.operations:
         _titled(out, "Communication", _operation_table(summary))
+    if summary.programs:
+        _titled(out, "Spans that programs made themselves", _program_table(summary))
     if len(summary.comparison.ranks) > 1:
         title = f"Own work and waiting, share of {summary.comparison.iterations:,} compared iterations"
         _titled(out, title, _work_table(summary))
@@ -104,6 +106,21 @@ def _rank_table(ranks: list[RankSummary]) -> Table:
             f"{rank.records:,}",
             Text(f"{rank.dropped:,}", style="red" if rank.dropped else ""),
             Text(f"{rank.pid} on {rank.host}"),
+        )
+    return table
+
+
+def _program_table(summary: Summary) -> Table:
+    table = _table(("service", "process"), ("spans", "failed", "not sent", "log records"))
+    for each in summary.programs:
+        process = each.process if each.rank is None or each.rank < 0 else f"rank {each.rank}"
+        table.add_row(
+            Text(each.service or "-"),
+            Text(process),
+            f"{each.spans:,}",
+            Text(f"{each.failed:,}", style="red" if each.failed else ""),
+            Text(f"{each.unsent:,}", style="red" if each.unsent else ""),
+            f"{each.log_records:,}",
         )
     return table
 
@@ -203,6 +220,14 @@ def footer(summary: Summary) -> list[str]:
     unknown = [rank.rank for rank in summary.ranks if rank.state == Status.UNKNOWN.value]
     if unknown:
         lines.append(f"{named(unknown)} did not close; whether it still runs can only be told on its own host")
+    unsent, broken = (sum(getattr(each, name) for each in summary.programs) for name in ("unsent", "damaged_lines"))
+    if unsent:
+        lines.append(
+            f"{unsent:,} spans of programs were not taken by the endpoint; they can be sent with: lens-auto recover"
+            f" {summary.run_dir}"
+        )
+    if broken:
+        lines.append(f"{broken:,} damaged lines in the files of programs: left out")
     return [*lines, *summary.problems]
 
 
