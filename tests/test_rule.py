@@ -208,6 +208,19 @@ def test_one_training_after_another_read_in_parts() -> None:
     assert bounds(resumed) == [(6, 9), (9, 12), (12, 15)]
 
 
+def test_the_beginning_is_gone() -> None:
+    """What is left keeps the numbers that it had; the iteration in which it begins is cut off at its start."""
+    data = train(Writer(), 6).array()
+    whole = find_iterations(data)
+    data["iteration"] = np.maximum(whole.record_iteration, 0)
+    lost = int(np.flatnonzero(whole.record_iteration == 3)[1])
+    left = find_iterations(data[lost:], np.arange(lost, len(data)))
+    assert left.number.tolist() == [3, 4, 5]
+    assert left.start_ns[0] == data["start_ns"][lost] > whole.start_ns[3]
+    assert left.end_ns.tolist() == whole.end_ns[3:].tolist()
+    assert left.record_iteration.tolist() == whole.record_iteration[lost:].tolist()
+
+
 def test_one_optimizer_per_parameter() -> None:
     writer = Writer()
     loader = writer.loader(1)

@@ -220,7 +220,9 @@ def next_stretch(writer: WriterFiles, position: Position, ended: bool, cut: Cut 
     at_once = _AT_ONCE
     while True:
         records, exhausted, gap, lost = _read(writer, position, cut, at_once)
-        resume = position.resume if not gap else _resume_after_loss(records, position)
+        resume = position.resume
+        if gap:
+            resume = Resume.behind_a_gap(records.data[records.numbers >= position.top], resume)
         iterations = find_iterations(records.data, records.numbers, writer.last_sign_ns, resume)
         settled_ns = _END if ended else time.monotonic_ns() - _late_ns(writer)
         chosen = cut or _choose(records, iterations, position, gap, settled_ns, ended and exhausted)
@@ -313,22 +315,6 @@ def _read(writer: WriterFiles, position: Position, cut: Cut | None, at_once: int
 
 def _segment_of(records: Records) -> int:
     return int(records.numbers[0]) // SEGMENT_RECORDS if len(records) else -1
-
-
-def _resume_after_loss(records: Records, position: Position) -> Resume | None:
-    """Where iterations go on behind a gap: the first step that is left says in which iteration the writer was.
-
-    That iteration is cut off at its start.
-    """
-    data = records.data[records.numbers >= position.top]
-    if not len(data):
-        return position.resume
-    steps = data[(data["kind"] == Kind.OPTIMIZER_STEP) & (data["b"] == 1)]
-    number = int((steps if len(steps) else data)["iteration"][0])
-    start_ns = int(data["start_ns"].min())
-    loaders = position.resume.training_loaders if position.resume is not None else frozenset()
-    newest = position.resume.newest_optimizer if position.resume is not None else -1
-    return Resume(number, start_ns, (start_ns,), loaders, newest)
 
 
 def _late_ns(writer: WriterFiles) -> int:

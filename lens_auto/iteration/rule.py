@@ -133,6 +133,23 @@ class Resume:
     training_loaders: frozenset[int] = frozenset()
     newest_optimizer: int = -1
 
+    @classmethod
+    def behind_a_gap(cls, data: npt.NDArray[np.void], before: Resume | None = None) -> Resume | None:
+        """Where iterations go on in records that others should precede: the first step that is left says in which
+        iteration the writer was. That iteration is cut off at its start.
+
+        Args:
+            data: the records behind the gap.
+            before: where a reader had stood before it.
+        """
+        if not len(data):
+            return before
+        steps = data[(data["kind"] == Kind.OPTIMIZER_STEP) & (data["b"] == 1)]
+        number = int((steps if len(steps) else data)["iteration"][0])
+        start_ns = int(data["start_ns"].min())
+        known = before or cls(0, 0)
+        return cls(number, start_ns, (start_ns,), known.training_loaders, known.newest_optimizer)
+
 
 def find_iterations(
     data: npt.NDArray[np.void],
@@ -146,13 +163,16 @@ def find_iterations(
         data: its records (`recorder.read.RECORD_DTYPE`), in any order.
         numbers: their record numbers; by default their indices.
         end_ns: until when the writer is known to have run: an evaluation pass left at the very end lasts until then.
-        resume: the records are those after an iteration that is done with.
+        resume: the records are those after an iteration that is done with. Where it is not given and the first record
+            is not there, they are what is left behind a gap.
 
     Returns:
         Iterations, phases, evaluation passes, and the iteration of every record.
     """
     if numbers is None:
         numbers = np.arange(len(data), dtype=np.int64)
+    if resume is None and len(numbers) and int(numbers.min()) > 0:  # the oldest segments went to make room
+        resume = Resume.behind_a_gap(data[np.argsort(numbers)])
     starts = data["start_ns"].astype(np.int64)
     inside_backward = _steps_inside_backward(data, starts)
     thread = _training_thread(data, inside_backward)
