@@ -21,8 +21,8 @@ def report() -> dict[str, Any]:
 
     Returns:
         `packages` (name -> version or None), `distro` (which entry point wins), `settings` (name, value, source),
-        `patched` (instrumentor -> what it patches), `places` (spool and run directory), `problems` (one line each;
-        empty: nothing is wrong).
+        `patched` (instrumentor -> what it patches), `places` (spool and run directory), `sends` (signal -> exporters),
+        `problems` (one line each; empty: nothing is wrong).
     """
     settings = Settings.from_env(os.environ)
     problems = [*settings.problems, *http_services.advice(settings)]
@@ -34,6 +34,7 @@ def report() -> dict[str, Any]:
         "disabled": settings.disabled,
         "settings": [{"name": n, "value": v, "source": s} for n, v, s in settings.describe()],
         "places": _places(settings, problems),
+        "sends": {} if settings.disabled else _sends(problems),
         "patched": patched,
         "problems": problems,
     }
@@ -78,6 +79,25 @@ def _places(settings: Settings, problems: list[str]) -> dict[str, Any]:
     if not os.path.isdir(parent) or not os.access(parent, os.W_OK):
         problems.append(f"the run directory {run_dir!r} cannot be made below {parent!r}; records stay in the spool")
     return {"spool": usable[:1], "run_dir": run_dir, "bytes": settings.max_run_bytes}
+
+
+def _sends(problems: list[str]) -> dict[str, list[str]]:
+    """Where the spans and metrics of ranks go; what is not installed is a problem."""
+    from lens_auto import pipelines
+    from lens_auto.destinations import CONSOLE, FILE, METRICS, TRACES
+    from lens_auto.export.exporters import exporter_names, metrics_exporter_names
+
+    found = {TRACES: exporter_names(), METRICS: metrics_exporter_names()}
+    for signal, names in found.items():
+        for name in names:
+            if name in (CONSOLE, FILE):
+                continue
+            try:
+                pipelines.exporter_factory(signal, name)
+            except Exception as error:
+                hint = "; install nemo-lens-auto[prometheus]" if name == "prometheus" else ""
+                problems.append(f"{error}{hint}; no {signal} of ranks go there")
+    return found
 
 
 def _patched(problems: list[str]) -> dict[str, list[str]]:

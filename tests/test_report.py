@@ -355,7 +355,8 @@ def test_help_and_version() -> None:
 
 
 def test_doctor() -> None:
-    done = command("doctor", "--json", NEMO_LENS_SPAN_GROUPS="nonsense")
+    exporters = {"OTEL_TRACES_EXPORTER": "zipkon", "OTEL_METRICS_EXPORTER": "prometheus,console"}
+    done = command("doctor", "--json", NEMO_LENS_SPAN_GROUPS="nonsense", **exporters)
     assert done.returncode == 1
     found = json.loads(done.stdout)
     assert any("NEMO_LENS_SPAN_GROUPS='nonsense'" in problem for problem in found["problems"])
@@ -363,8 +364,13 @@ def test_doctor() -> None:
     assert shown.splitlines()[0] == f"{len(found['problems'])} problem{'s' if len(found['problems']) > 1 else ''}:"
     assert "NEMO_LENS_SPAN_GROUPS='nonsense'" in shown
     assert "torch.autograd: backward" in shown
-    healthy = text_of(lambda out: render_doctor({**found, "problems": []}, out))
+    assert found["sends"] == {"traces": ["zipkon"], "metrics": ["prometheus", "console"]}
+    (problem,) = [line for line in found["problems"] if "zipkon" in line]
+    assert "is not installed; there are: " in problem
+    assert "metrics of ranks go to: prometheus, console" in shown
+    healthy = text_of(lambda out: render_doctor({**found, "problems": [], "sends": {"metrics": []}}, out))
     assert healthy.startswith("No problem found: lens-auto would record a training program here.\n")
+    assert "metrics of ranks go to: nowhere" in healthy
 
 
 def text_of(draw: Callable[[Console], None]) -> str:

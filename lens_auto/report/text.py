@@ -285,6 +285,9 @@ def render_doctor(found: dict[str, Any], out: Console) -> None:
     for name, value in places.items():
         shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
         out.print(Text(f"{name}: {shown or 'none'}"), soft_wrap=True)
+    for signal, names in found.get("sends", {}).items():
+        nowhere = "nowhere" if signal == "metrics" else "the run directory"
+        out.print(Text(f"{signal} of ranks go to: {', '.join(names) or nowhere}"), soft_wrap=True)
     settings = _table(("setting", "value", "from"))
     for each in found.get("settings", []):
         settings.add_row(Text(str(each["name"])), Text(str(each["value"])), Text(str(each["source"])))
