@@ -21,12 +21,15 @@ from launch import INSTRUMENT, PYTHON, RUN_RANKS, Launcher, free_port
 from receiver import Receiver
 from synthetic import Writer
 
+from lens_auto.export import metering
 from lens_auto.export.exporters import metrics_exporter_names
 from lens_auto.export.lane import Candidate
 from lens_auto.export.metering import Metering
+from lens_auto.export.metrics import Measured, measure
+from lens_auto.export.stream import Stretch
 from lens_auto.instruments import training
 from lens_auto.recorder.layout import Flag, Kind
-from lens_auto.recorder.read import RunDirectory
+from lens_auto.recorder.read import RunDirectory, WriterFiles
 
 DELTA, CUMULATIVE = 1, 2  # AggregationTemporality of OTLP
 DURATIONS = (
@@ -334,6 +337,46 @@ def test_an_endpoint_without_metrics_takes_the_spans(tmp_path: Path) -> None:
         assert receiver.span_count == recorded
         assert node.segments() == []
         assert received(receiver) == []
+
+
+def test_an_endpoint_that_stays_away_is_no_flood(tmp_path: Path) -> None:
+    """What the SDK's exporter says at every try is in the log once."""
+    with made(tmp_path, alive(rank(iterations=10))) as node:
+        write_many(node, node.writers[0], 20_000)
+        variables = {
+            "OTEL_METRICS_EXPORTER": "otlp",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{free_port()}",
+            "OTEL_TRACES_EXPORTER": "none",
+            "OTEL_METRIC_EXPORT_INTERVAL": "200",
+            "OTEL_EXPORTER_OTLP_TIMEOUT": "0.2",
+        }
+        exporter = node.start(variables)
+        wait_until(lambda: "opentelemetry.exporter" in node.log(), 20)
+        time.sleep(2)
+        exporter.kill()
+        lines = [line.split(" ", 3)[3] for line in node.log().splitlines()]
+    assert 1 <= len(lines) <= 4, lines
+
+
+def test_a_rank_that_cannot_be_counted_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails_for_rank_0(writer: WriterFiles, stretch: Stretch) -> Measured:
+        if writer.info.rank == 0:
+            raise ArithmeticError("no")
+        return measure(writer, stretch)
+
+    monkeypatch.setattr(metering, "measure", fails_for_rank_0)
+    with made(tmp_path, rank(0), rank(1)) as node:
+        counting = Metering(["lens_file"], lambda: str(node.run_dir / "metrics-here.jsonl"))
+        writers = RunDirectory(node.run_dir).writers
+        candidates = [Candidate(writer, str(writer.folders[0]), True) for writer in writers]
+        while counting.step(candidates):
+            pass
+        counting.close(5)
+        assert [each.finished for each in node.progress("metrics")] == [True, True]
+        assert {point.key[0] for point in in_file(node)[-1]} == {1}
+    assert [record.message.split(" (")[0] for record in caplog.records] == ["no more metrics are made of rank 0"]
 
 
 def test_an_unknown_exporter_is_named_and_the_others_work(tmp_path: Path) -> None:

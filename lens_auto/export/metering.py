@@ -185,8 +185,7 @@ class Metering:
 
     def step(self, candidates: Sequence[Candidate]) -> bool:
         """Count at most one stretch of each writer. True: there may be more at once."""
-        for feed in self._feeds:
-            self._attach(feed)
+        self._feeds = [feed for feed in self._feeds if self._attach(feed)]
         busy = [self._count(each, len(candidates)) for each in candidates]
         if any(busy):
             return True
@@ -200,13 +199,19 @@ class Metering:
         now = time.monotonic()
         if progress.finished or name in self._read or (now < not_before and ended == each.ended):
             return False
-        stretch = next_stretch(each.writer, progress.position, each.ended)
-        if stretch is None:
+        try:
+            stretch = next_stretch(each.writer, progress.position, each.ended)
+            measured = None if stretch is None else measure(each.writer, stretch)
+        except Exception:
+            logger.exception("no more metrics are made of rank %d (%s)", each.writer.info.rank, name)
+            self._read.add(name)
+            return False
+        if stretch is None or measured is None:
             # Looking at them all takes a bounded share of the time.
             pause_s = max(LOOK_EVERY_S, LOOK_SHARE * among * (time.monotonic() - now))
             self._not_before[name] = (time.monotonic() + pause_s, each.ended)
             return False
-        self._add(each.writer, measure(each.writer, stretch), progress.position.top == 0)
+        self._add(each.writer, measured, progress.position.top == 0)
         progress.position = stretch.after
         progress.lost += stretch.lost
         progress.save()

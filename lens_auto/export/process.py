@@ -53,6 +53,7 @@ LAST_ANSWER_S = 12.0  # an answer on its way at the end is waited for: a batch t
 CLOSE_S = 2.0  # metric readers have this at least, whatever lanes took
 FINISH_AGAIN_S = 30.0
 VANISHED_S = 3.0
+SAY_AGAIN_S = 600.0
 NICENESS = 10
 _LOCK_TRIES = 5
 
@@ -443,9 +444,28 @@ def _lock(path: str) -> int | None:
     return None
 
 
+class _NowAndThen(logging.Filter):
+    """What the exporters of OpenTelemetry say at every try while an endpoint is away: each line once in a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[tuple[str, int], float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.name.startswith("opentelemetry."):
+            return True
+        key, now = (record.pathname, record.lineno), time.monotonic()
+        if now - self._last.get(key, -SAY_AGAIN_S) < SAY_AGAIN_S:
+            return False
+        self._last[key] = now
+        return True
+
+
 def main(arguments: list[str]) -> int:
     """Entry point of `python -m lens_auto.export.process RUN_FOLDER`."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_NowAndThen())
     run_folder = arguments[0]
     exporter = Exporter(run_folder)
 
