@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -22,12 +23,13 @@ from synthetic import MS, Writer, at, segment_header, train, write_run
 
 from lens_auto.export import otlp_json
 from lens_auto.export.spans import run_spans
-from lens_auto.recorder import layout
+from lens_auto.recorder import exits, layout
 from lens_auto.recorder.layout import Flag, Kind, Phase
 from lens_auto.recorder.read import RunDirectory
 from lens_auto.report.load import load
-from lens_auto.report.summary import Summary, duration, named, size, summarize
+from lens_auto.report.summary import Summary, summarize
 from lens_auto.report.text import console, render, render_doctor
+from lens_auto.report.words import duration, named, size
 
 ROOT = Path(__file__).parent.parent
 
@@ -106,6 +108,27 @@ def test_a_plain_run(tmp_path: Path) -> None:
         "100 iterations on 2 ranks; median 11.0 ms, p99 11.0 ms;"
         " backward 36%, forward 27%, data_loading 18%; communication exposed 14%"
     )
+
+
+def test_the_first_to_fail_of_several_that_died(tmp_path: Path) -> None:
+    """The launcher killed rank 0 because rank 1 was gone: only what it saw tells them apart."""
+    writers = [dataclasses.replace(died_in_all_reduce()[1], rank=rank, pid=(1 << 30) + rank) for rank in (0, 1)]
+    run = write_run(tmp_path, *writers)
+    for writer, code, by_launcher in zip(writers, (-15, -9), (True, False), strict=True):
+        seen = exits.describe(writer.pid, code, writer.rank, by_launcher)
+        (run / layout.RANKS_DIR / writer.name / layout.EXIT_NAME).write_text(json.dumps(seen))
+    found = summary_of(run)
+    assert found.first_to_fail == 1
+    assert "ranks 0, 1 died in all_reduce" in found.verdict
+    assert "; the first to fail was rank 1: signal 9 (SIGKILL); " in found.verdict
+
+
+def test_nothing_but_garbage(tmp_path: Path) -> None:
+    (tmp_path / "ranks" / "g").mkdir(parents=True)
+    (tmp_path / "ranks" / "g" / layout.segment_name(0)).write_bytes(b"zzz")
+    done = command("report", str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "neither its manifest.json nor a rank in it can be read" in done.stderr
 
 
 def test_a_rank_that_died(tmp_path: Path) -> None:

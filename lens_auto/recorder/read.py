@@ -841,6 +841,13 @@ class RunDirectory:
             writer = self._writer(name)
             if writer is not None:
                 self.writers.append(writer)
+        if names is None and self.problems and not self.manifest and not self.writers:
+            raise UnreadableFile(
+                self.path,
+                f"neither its {layout.MANIFEST_NAME} nor a rank in it can be read",
+                "a run directory as lens-auto writes it is valid",
+                "nothing is read",
+            )
         self.writers.sort(
             key=lambda writer: (writer.info.rank, writer.info.clock.wall(writer.info.started_ns), writer.name)
         )

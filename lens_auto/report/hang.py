@@ -23,7 +23,7 @@ from lens_auto.recorder import c10d, layout
 from lens_auto.recorder.hang import PHASE_OPERATIONS, RANK_FORMAT, expand, iso
 from lens_auto.recorder.layout import Phase
 from lens_auto.recorder.read import RunDirectory, Status, UnreadableFile, WriterFiles
-from lens_auto.report.summary import duration, named
+from lens_auto.report.words import duration, named
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,6 +73,7 @@ _PHASE_WORDS = {
     "evaluate": "evaluation",
 }
 _TRANSFERS = ("send", "recv")
+_UNNAMED = ("wait", "device_wait")  # what is waited for is an operation that has been issued before
 
 
 @dataclass
@@ -160,7 +161,7 @@ class Culprit:
     Attributes:
         rank: None where a rank is missing and nobody knows which.
         cause: not_started, died, exception, exited, frozen; skipped, other_operation, other_size, other_dtype, order;
-            data_loading, checkpoint, backward, optimizer, start_up, user_code, process_group, point_to_point.
+            data_loading, checkpoint, backward, optimizer, start_up, user_code, process_group, point_to_point, device.
         op, group, seq: the operation that the others wait in.
         since: when the culprit entered what it is in, or ended; local time of the reader.
         doing: what it is in, in words.
@@ -556,15 +557,18 @@ class _Blame:
                 return _Point(wait.kind, wait.op, wait.group, wait.seq), wait
             if wait.kind == "process_group":
                 return _Point("process_group", wait.op, None, None), wait
-            if wait.kind != "wait":
+            if wait.kind not in _UNNAMED:
                 return None
         elif state.phase != "backward":
             return None
-        # A work is awaited, or C++ waits in backward: in the group in which another rank lags behind.
+        # A work or a device is awaited, or C++ waits in backward: in the group in which another rank lags behind.
         lagging = self._lagging_group(state)
         if lagging is None:
             return None
-        op = wait.op if wait is not None and wait.op != "wait" else self._flight_name(state, lagging)
+        if wait is not None and wait.kind == "wait" and wait.op != "wait":
+            op = wait.op
+        else:
+            op = self._flight_name(state, lagging) or (wait.op if wait is not None else "backward")
         seq = state.issued.get(lagging)
         since_ns = wait.since_ns if wait is not None else state.phase_since_ns
         made = Wait("collective", op, lagging, seq, None, 0, 0, None, len(self._members.get(lagging, ())), since_ns)
@@ -591,11 +595,11 @@ class _Blame:
 
     @staticmethod
     def _flight_name(state: RankState, group: str) -> str:
-        """The name of the operation that torch's flight recorder has last on a group."""
+        """The name of the operation that torch's flight recorder has last on a group; empty where it has none."""
         for entry in reversed(state.flight):
             if (entry.get("process_group") or [""])[0] == group and not entry.get("retired"):
-                return str(entry.get("profiling_name", "")).partition(":")[2] or "backward"
-        return "backward"
+                return str(entry.get("profiling_name", "")).partition(":")[2]
+        return ""
 
     def _members_of(self, point: _Point, wait: Wait) -> list[int]:
         if point.kind in _TRANSFERS:
@@ -819,6 +823,8 @@ class _Blame:
         if wait is not None and wait.kind in _TRANSFERS:
             peer = "" if wait.peer is None else f" with rank {wait.peer}"
             return "point_to_point", wait.since_ns, f"in {wait.op}{peer}{_at(state)}"
+        if wait is not None and wait.kind == "device_wait":
+            return "device", wait.since_ns, f"in {wait.op}{_at(state)}"
         words = _PHASE_WORDS.get(state.phase, state.phase or "an unknown place")
         cause = state.phase if state.phase in ("data_loading", "checkpoint", "backward", "optimizer") else "user_code"
         if state.phase == "start_up" and not state.issued:
@@ -918,11 +924,11 @@ class _Blame:
                 op = None
             else:
                 cause, since_ns, doing = self._doing(state)
-                op = (
-                    PHASE_OPERATIONS.get(Phase[state.phase.upper()])
-                    if state.phase.upper() in Phase.__members__
-                    else None
-                )
+                op = None
+                if cause == "device" and state.wait is not None:
+                    op = state.wait.op
+                elif state.phase.upper() in Phase.__members__:
+                    op = PHASE_OPERATIONS.get(Phase[state.phase.upper()])
             found.append(self._made(rank, cause, op, None, None, since_ns, doing, []))
         return sorted(found, key=lambda culprit: culprit.since_ns or 0)
 

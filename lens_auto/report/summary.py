@@ -13,6 +13,7 @@ from lens_auto.recorder.layout import Phase
 from lens_auto.recorder.read import RunDirectory, Status
 from lens_auto.report.goodput import Goodput, goodput, restarts
 from lens_auto.report.match import attempts, match
+from lens_auto.report.postmortem import examine
 from lens_auto.report.services import ProgramSummary, find_programs
 from lens_auto.report.verdicts import Analysis, Finding, WhatIf, analyze
 from lens_auto.report.words import duration, named, size, three_digits
@@ -108,6 +109,8 @@ class Summary:
     world_size: int
     missing_count: int
     missing_ranks: list[int]  # the first thousand
+    first_to_fail: int | None  # where several ranks died, and it can be told
+    first_end: str  # how that one ended, in words
     ranks: list[RankSummary]
     iterations: IterationTimes
     phase_share: dict[str, float]
@@ -159,6 +162,7 @@ def summarize(run: RunDirectory, loaded: Sequence[LoadedWriter], problems: Itera
     spent = goodput(tries)
     again = restarts(spent)
     found = [*analysis.findings, *([again] if again is not None else [])]
+    first, first_end = _first_to_fail(run, ranks)
     summary = Summary(
         verdict="",
         findings=sorted(found, key=lambda each: -each.effect),
@@ -168,6 +172,8 @@ def summarize(run: RunDirectory, loaded: Sequence[LoadedWriter], problems: Itera
         world_size=world_size,
         missing_count=missing_count,
         missing_ranks=missing,
+        first_to_fail=first,
+        first_end=first_end,
         ranks=ranks,
         iterations=IterationTimes.of(training_ns, total_ns),
         phase_share=_shares(sum((each.iterations.phase_ns.sum(axis=0) for each in loaded), np.zeros(len(Phase)))),
@@ -183,6 +189,15 @@ def summarize(run: RunDirectory, loaded: Sequence[LoadedWriter], problems: Itera
     )
     summary.verdict = verdict(summary)
     return summary
+
+
+def _first_to_fail(run: RunDirectory, ranks: Sequence[RankSummary]) -> tuple[int | None, str]:
+    """Which rank pulled the others down, and how it ended; None where at most one died."""
+    if sum(rank.state == Status.DIED.value for rank in ranks) < 2 or not isinstance(run, RunDirectory):
+        return None, ""
+    found = examine(run)
+    first = found.first_to_fail
+    return first, "" if first is None else found.ends[first].words
 
 
 def _compare(tries: list[list[LoadedWriter]]) -> Analysis:
@@ -288,8 +303,10 @@ def _troubles(summary: Summary) -> list[str]:
     if len(died) == 1 or (died and len({_place(rank) for rank in died}) == 1):
         found.append(f"{named([rank.rank for rank in died])} died in {_place(died[0])}")
     elif died:
-        first = died[0]
+        first = next((rank for rank in died if rank.rank == summary.first_to_fail), died[0])
         found.append(f"{named([rank.rank for rank in died])} died, rank {first.rank} in {_place(first)}")
+    if summary.first_to_fail is not None:
+        found.append(f"the first to fail was rank {summary.first_to_fail}: {summary.first_end}")
     if summary.missing_count:
         more = "" if len(summary.missing_ranks) == summary.missing_count else " and more"
         found.append(f"{named(summary.missing_ranks)}{more} missing of {summary.world_size}")
