@@ -34,6 +34,7 @@ EXPECTED: dict[str, tuple[int, str, str, str | None, int | None]] = {
     "load_from_a_pipe": (2, "checkpoint", "all_reduce", "0", 1),
     "asynchronous": (2, "user_code", "all_reduce", "0", 2),
     "both_receive": (1, "order", "recv", "0", 0),
+    "device": (2, "device", "all_reduce", "0", 5),
     # What C++ issues is not in the live page: the group's own count tells which operation it is, the flight recorder
     # its name (2.13 has it on; without it the name is "backward").
     "backward_of_ddp": (2, "user_code", "all_reduce", "0", 8),
@@ -41,7 +42,7 @@ EXPECTED: dict[str, tuple[int, str, str, str | None, int | None]] = {
 
 # Forks three ranks for each scenario, and kills what is left of them when the test says so by a file.
 PROGRAM = """
-import multiprocessing, os, sys, threading, time
+import contextlib, multiprocessing, os, sys, threading, time
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -134,6 +135,13 @@ def both_receive(rank):
     if rank < 2:
         dist.recv(torch.ones(4), 1 - rank)
     time.sleep(1000)
+
+def device(rank):
+    # There is no GPU here: one that never finishes, below the function that programs call.
+    torch.cuda._lazy_init = lambda: None
+    torch.cuda.device = lambda device: contextlib.nullcontext()
+    torch._C._cuda_synchronize = lambda: time.sleep(1000)
+    at_step_two(rank, lambda batch: torch.cuda.synchronize())
 
 def backward_of_ddp(rank):
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
@@ -301,6 +309,15 @@ def test_hang_is_a_record_and_a_span(seen: dict[str, Seen]) -> None:
     assert span.attributes["dl.comm.peers"] == [0, 1, 2]
     stacks = span.attributes["lens.hang.stacks"]
     assert isinstance(stacks, list) and "all_reduce" in str(stacks[0])
+
+
+def test_a_device_that_never_answers(seen: dict[str, Seen]) -> None:
+    this = seen["device"]
+    stuck = read_json(this.run_dir / "hang-rank2.json")
+    assert stuck is not None
+    assert (stuck["reason"], stuck["operation"]["op"]) == ("operation", "torch.cuda.synchronize")
+    assert stuck["operation"]["kind"] == "device_wait"
+    assert "in torch.cuda.synchronize at program.py" in this.watch["verdict"]
 
 
 def test_how_ranks_ended(seen: dict[str, Seen]) -> None:

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from lens_auto.recorder import captures
+
 _C10D = "torch.distributed.distributed_c10d"
 # What the variable was called before 2.6 is still read.
 FLIGHT_RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -68,9 +70,9 @@ def keeps_flight_records() -> bool:
     global _kept
     if flight_capacity() == 0:
         return False
-    if _kept is None:
+    if _kept is None and not captures.under_way():
         _kept = bool(flight_entries())
-    return _kept
+    return bool(_kept)
 
 
 def flight_capacity() -> int:
@@ -83,10 +85,13 @@ def flight_capacity() -> int:
 
 
 def flight_entries(only_active: bool = False) -> list[dict[str, Any]]:
-    """The entries of torch's flight recorder, oldest first; none where it is off or this torch has none.
+    """The entries of torch's flight recorder, oldest first; none where it is off or this torch has none, or while a
+    CUDA graph is captured: NCCL's looks at events.
 
     Takes about 20 us an entry, and a lock of the recorder that operations take as well.
     """
+    if captures.under_way():
+        return []
     module = sys.modules.get("torch._C._distributed_c10d")
     for name in _DUMPS:
         dump = getattr(module, name, None)

@@ -85,6 +85,12 @@ class Kind(enum.IntEnum):
     FSDP = 21  # a parameter group of FSDP2; name: unshard, wait_for_unshard, reduce_scatter; detail: its module
     DDP = 22  # from the reducer's own logger; name: forward, backward, communication; a: iteration of the reducer; of
     # communication b: overlap with backward, ns; c: buckets, 0 where the flight recorder has them; detail: their sizes
+    # By events of a device (recorder/device.py). Start and end are the host's stamps of what was measured.
+    DEVICE_TIME = 23  # ref: the operation; a: ns on its stream; b: device clock at the start; c: DeviceTime
+    DEVICE_PHASE = 24  # from one change of phase to the next; name: 0; a: ns; b: device clock at its end; c: DeviceTime
+    DEVICE_MEMORY = 25  # at the end of an iteration; peer: device; a: bytes allocated, b: reserved, c: peak allocated.
+    # All that was measured in the iteration was written before it.
+    DEVICE_WAIT = 26  # in a slot only: the program waits for a device; name: by which call
 
 
 class Flag(enum.IntFlag):
@@ -102,6 +108,14 @@ class Flag(enum.IntFlag):
     AMBIGUOUS = 512  # a receive whose send cannot be told
     END_UNKNOWN = 1024  # it will not be completed by a WAIT: what followed it bypasses Work.wait
     FLIGHT = 2048  # from torch's flight recorder: it exists, its start is when it was created
+    MEASURED = 4096  # events were recorded around it: a DEVICE_TIME is to come
+
+
+class DeviceTime(enum.IntFlag):
+    """What a time that events of a device measured says."""
+
+    WAIT = 1  # how long the stream was held by the wait for the operation, not how long the operation took
+    CLOCK = 2  # b is known: the writer's device clock, ns since its first event on the stream of its training thread
 
 
 # --- segments ---------------------------------------------------------------------------------------------------------
