@@ -295,6 +295,7 @@ def export(
         return
     from lens_auto.export import encoder, output
     from lens_auto.export.spans import run_spans
+    from lens_auto.report.services import trace_lines
 
     with _bad_input():
         encode = encoder(to)
@@ -307,6 +308,10 @@ def export(
                     file.write(line)
                     count += spans
                     advance(spans / made.count)
+            if to == "otlp-json":  # what programs made themselves is in this form already
+                for line, spans in trace_lines(run):
+                    file.write(line)
+                    count += spans
     for problem in (*problems, *run.problems):
         _say(str(problem))
     if path not in (None, "-"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -413,8 +412,7 @@ def test_a_killed_exporter_counts_nothing_twice(tmp_path: Path) -> None:
         after = counted(wait_for_scrape(port, "python_info"))
         assert 0 < before <= iterations
         assert before + after <= iterations
-        second.process.send_signal(signal.SIGTERM)
-        second.wait()
+        second.kill()
 
 
 def counted(scraped: str) -> int:

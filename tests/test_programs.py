@@ -257,6 +257,25 @@ def test_export_over_otlp_sends_them_too(tmp_path: Path, monkeypatch: pytest.Mon
     assert path.read_bytes() == before
 
 
+def test_export_as_lines_holds_them_too(tmp_path: Path) -> None:
+    """As they are; what is being written, or damaged, is not among them."""
+    run_dir = write_run(tmp_path / "run", rank())
+    path = put(run_dir, f"services/{GONE}.jsonl", make_spans("agent", 3), extra=b'{"resourceSpans": [')
+    out = tmp_path / "out.jsonl"
+    command = [str(SCRIPTS / "lens-auto"), "export", str(run_dir), "--to", "otlp-json", "-o", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = out.read_bytes().splitlines()
+    assert lines[-2:] == path.read_bytes().splitlines()[:2]
+    assert len(lines) > 2
+    for line in lines:
+        assert json.loads(line)["resourceSpans"]
+    others = tmp_path / "console.jsonl"
+    command[4:] = ["console", "-o", str(others)]
+    subprocess.run(command, capture_output=True, check=True, timeout=60)
+    assert b"agent" not in others.read_bytes()
+
+
 # --- a real program ---------------------------------------------------------------------------------------------------
 
 

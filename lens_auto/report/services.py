@@ -159,6 +159,24 @@ def _service(part: dict[str, Any]) -> str:
     return ""
 
 
+def trace_lines(run: RunDirectory) -> Iterator[tuple[bytes, int]]:
+    """The lines with spans of all processes of a run, as they are, and how many spans are in each."""
+    for file in find_files(run):
+        if file.kind not in (TRACES, UNSENT):
+            continue
+        try:
+            with open(file.path, "rb") as lines:
+                for line in lines:
+                    try:
+                        message = orjson.loads(line)
+                    except ValueError:
+                        continue
+                    if isinstance(message, dict) and line.endswith(b"\n"):
+                        yield line, sum(1 for _ in spans_of(message))
+        except OSError:  # it moved to the run directory, or somebody removed it
+            continue
+
+
 def find_programs(run: RunDirectory) -> list[ProgramSummary]:
     """What each process of a run made itself, services first."""
     found: dict[str, ProgramSummary] = {}
