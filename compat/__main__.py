@@ -13,22 +13,45 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from compat import frameworks
+from compat import frameworks, torch_tests, versions
 from compat.environment import ROOT, Environments
 from compat.row import COLUMNS, Row, write_table
 
 PAGE = ROOT / "docs" / "compatibility.md"
 Check = Callable[[Environments, Path], Row]
 
+BARE_RUNS = 3  # of PyTorch's own tests: what does not end the same in all of them is flaky
+
+
+def _torch_tests(environments: Environments, folder: Path) -> Row:
+    """All of PyTorch's own distributed tests on gloo, with the torch of this interpreter."""
+    compared = torch_tests.compare(Path(sys.executable).parent, folder, bare_runs=BARE_RUNS)
+    if not compared.problem:
+        for line in torch_tests.explanation(compared):
+            print(f"    {line}", file=sys.stderr)
+    return versions.torch_tests_row("PyTorch's own distributed tests", f"torch {metadata.version('torch')}", compared)
+
+
 CHECKS: dict[str, tuple[str, Check]] = {
-    each.name: (each.title, partial(frameworks.check, each)) for each in frameworks.PROGRAMS_OF_FRAMEWORKS
+    "torch-tests": ("PyTorch's own distributed tests, all of them", _torch_tests),
+    **{each.name: (each.title, partial(frameworks.check, each)) for each in frameworks.PROGRAMS_OF_FRAMEWORKS},
 }
+for _torch, _python in versions.VERSIONS:
+    CHECKS[f"training-{_torch}-{_python}"] = (
+        f"training to the last bit, torch {_torch}, Python {_python}",
+        partial(versions.check_training, _torch, _python),
+    )
+    CHECKS[f"tests-{_torch}-{_python}"] = (
+        f"PyTorch's own tests, a subset, torch {_torch}, Python {_python}",
+        partial(versions.check_tests, _torch, _python),
+    )
 _STYLES = {"ok": "green", "FAILED": "bold red", "not run": "yellow"}
 
 

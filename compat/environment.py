@@ -73,6 +73,7 @@ class Environments:
         self._cache = cache
         self._given = list(interpreters)
         self._wheel: Path | None = None
+        self._wheel_folder: tempfile.TemporaryDirectory[str] | None = None
         cache.mkdir(parents=True, exist_ok=True)
 
     def prepare(self, wanted: Environment) -> Prepared:

@@ -46,6 +46,8 @@ class Program:
 
 
 _HUGGING_FACE = Environment("hugging-face", (TORCH, "transformers==5.24.0", "accelerate==1.15.0"))
+_DEEPSPEED = Environment("deepspeed", (TORCH, "deepspeed==0.19.8"), build=(TORCH, "setuptools", "wheel"))
+_MEGATRON = Environment("megatron", (TORCH, "megatron-core==0.16.1"))
 _LIGHTNING = Environment("lightning", (TORCH, "lightning==2.6.6"))
 
 PROGRAMS_OF_FRAMEWORKS: tuple[Program, ...] = (
@@ -73,6 +75,25 @@ PROGRAMS_OF_FRAMEWORKS: tuple[Program, ...] = (
             ("python", "{programs}/lightning_ddp.py", strategy),
         )
         for how, strategy in (("subprocess", "ddp"), ("spawn", "ddp_spawn"), ("fork", "ddp_fork"))
+    ),
+    *(
+        Program(
+            f"deepspeed-{stage}",
+            f"DeepSpeed, ZeRO stage {stage} on CPU",
+            _DEEPSPEED,
+            "deepspeed",
+            (*TORCHRUN, "{programs}/deepspeed_zero.py", stage),
+            variables={"DS_ACCELERATOR": "cpu"},
+            timeout_s=600,  # it compiles an extension when it first runs
+        )
+        for stage in ("1", "3")
+    ),
+    Program(
+        "megatron",
+        "Megatron-core, GPT in 2 pipeline stages, on CPU",
+        _MEGATRON,
+        "megatron-core",
+        (*TORCHRUN, "{programs}/megatron_gpt.py"),
     ),
 )
 

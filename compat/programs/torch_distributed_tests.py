@@ -1,6 +1,6 @@
 """PyTorch's own distributed tests, as its wheel ships them, on gloo with two forked ranks.
 
-`torch_distributed_tests.py [TEST...]`: without names all of them. Leaves the outcome of each test and why it was skipped.
+`torch_distributed_tests.py [TEST...]`: without names all of them. Leaves the outcome of each test, and why it skipped.
 """
 
 from __future__ import annotations
