@@ -98,7 +98,7 @@ def _rank(rank: int, world_size: int, pipe: Connection) -> None:
         arrived,
     )
     boundary = time.monotonic()
-    carrier.start()
+    carrier.start("scale")
     while carrier.state == "joining":
         time.sleep(0.01)
     running = time.monotonic()

@@ -126,6 +126,7 @@ def _finish_children(run_id: str) -> None:
         _wait_for_exporter(key)
     except Exception as error:
         guard.site("finish").fault(error)
+        guard.tell(f"what killed processes left could not be moved ({error}); `lens-auto report` can still read it")
 
 
 def _wait_for_exporter(key: str) -> None:
@@ -200,9 +201,20 @@ def become_rank(by_init: bool = False) -> Recorder | None:
     Returns:
         The recorder; None where this process is not to record.
     """
-    global recorder, iterations, _housekeeper
     if recorder is not None:
         return recorder
+    start = guard.site("recorder")
+    if start.reason:  # it failed too often
+        return None
+    try:
+        return _start_recorder(by_init)
+    except Exception as error:
+        start.fault(error)
+        return recorder
+
+
+def _start_recorder(by_init: bool) -> Recorder | None:
+    global recorder, iterations, _housekeeper
     with _lock:
         if _closed:
             return None
@@ -250,6 +262,7 @@ def _make_recorder(current: Settings) -> tuple[Recorder, Housekeeper]:
     from lens_auto.export.exporting import Exporting
     from lens_auto.iteration.schedule import Schedule, window_switches
     from lens_auto.recorder import finish, rundir, spool
+    from lens_auto.recorder.device import DeviceTimes
     from lens_auto.recorder.housekeeper import Housekeeper
     from lens_auto.recorder.layout import FORMAT_VERSION
     from lens_auto.recorder.recorder import Recorder
@@ -276,6 +289,8 @@ def _make_recorder(current: Settings) -> tuple[Recorder, Housekeeper]:
     if switches:
         set_groups(at_start)
     made.span_flags(groups)
+    if current.device_times:
+        made.device = DeviceTimes(made)
     made.on_switch = _switch
     made.switch_at = _schedule.next_iteration
     cwd = os.getcwd()
@@ -365,7 +380,13 @@ def initialized(rank: int, world_size: int, store: Any) -> None:
     if recorder is None or _housekeeper is None:
         return
     identify(rank, world_size)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefix = f"lens-auto/{restart}/{_init_count}"
     if _housekeeper.info["seed"] is not None:
+        if _housekeeper.sharing is not None:
+            from lens_auto.iteration.store import StoreAccess
+
+            _housekeeper.sharing.follow(StoreAccess(store), prefix)
         return
     from lens_auto.iteration import origin
     from lens_auto.iteration.agreement import Agreed, Agreement
@@ -376,10 +397,7 @@ def initialized(rank: int, world_size: int, store: Any) -> None:
         _housekeeper.name_alone()
         return
     own = Agreed(os.urandom(16), str(_housekeeper.info["run_id"]), origin.from_environment(os.environ))
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
     access = StoreAccess(store)
-    prefix = f"lens-auto/{restart}/{_init_count}"
     _housekeeper.agree(Agreement(access.client, prefix, rank, world_size, own), access)
     mode = "derived" if settings is None else settings.propagation
     if mode != "off":
@@ -399,17 +417,19 @@ def close() -> None:
         if recorder is None or _housekeeper is None or _closed:
             return
         _closed = True
+        if recorder.device is not None:
+            recorder.device.finish()
         rank = recorder.rank
         recorder = iterations = None
-    current = configure()
     try:
+        current = configure()
         place = _housekeeper.close(max(0.0, _exit_deadline() - time.monotonic()))
         silent = current.quiet or (_housekeeper.exporting is not None and not _housekeeper.exporting.keeps_records)
         if rank in (0, -1) and place is not None and not silent:
             print(f"lens-auto: recorded; see it with: lens-auto report {_short(place)}", file=sys.stderr, flush=True)
     except Exception as error:
         guard.site("close").fault(error)
-        logger.warning("lens-auto: the records could not be closed (%s); `lens-auto report` can still read them", error)
+        guard.tell(f"the records could not be closed ({error}); `lens-auto report` can still read them")
 
 
 def _short(path: str) -> str:

@@ -381,6 +381,33 @@ def prefix_store(rank: int) -> None:
 
 
 @case
+def stale_keys(rank: int) -> None:
+    """What an earlier attempt left in the store: answers to other nonces, and the word to connect."""
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0, timedelta(seconds=20))
+    if rank == 0:
+        go = json.dumps({"nonce": "0" * 16, "seed": "5a" * 16, "run_id": "stale", "headers": {}})
+        for wrapped in ("", "0//"):
+            prefix = f"p/{wrapped}lens-auto/0/1"
+            for key, value in (("go/1", go), ("ack/1", "0" * 16), ("nonce/1", "1" * 16)):
+                store.set(f"{prefix}/{key}", value)
+            for sub in (prefix, f"{prefix}/{'5a' * 16}"):
+                for key in ("carrier/go", "carrier/ready/0", "carrier/ready/1"):
+                    store.set(f"{sub}/{key}", "1")
+                store.set(f"{sub}/switches", json.dumps([[["communication"], 1]]))
+        store.set("planted", "")
+    store.wait(["planted"])
+    init(store=dist.PrefixStore("p", store), rank=rank, world_size=2)
+    keys = dist.distributed_c10d._get_default_store()
+    told["planted"] = keys.check(["lens-auto/0/1/carrier/go"])
+    wait_for_carrier()
+    train(30)
+    told["seed"] = seed()
+    finish()
+    store.set(f"end {rank}", "")
+    store.wait([f"end {1 - rank}"])
+
+
+@case
 def python_store(rank: int) -> None:
     """A store that a program wrote itself, which cannot be cloned."""
 

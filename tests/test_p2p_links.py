@@ -228,6 +228,33 @@ def main(number):
             del work
     else:
         sends(10, 6)
+    # groups that are destroyed and made again, with something open when they go; then the whole world
+    for _ in range(2):
+        group = dist.new_group([0, 1, 2])
+        if rank == 0:
+            for _ in range(10):
+                for source in (2, 1):
+                    got = Got(2)
+                    dist.recv(got.tensor, source, group=group, tag=8)
+                    got.note()
+            for _ in range(20):
+                got = Got(2)
+                dist.recv(got.tensor, None, group=group, tag=8)
+                got.note()
+        else:
+            for _ in range(20):
+                dist.send(payload(next(nonces), 2), 0, group=group, tag=8)
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/again.{sys.argv[1]}", rank=rank, world_size=3)
+    if rank == 0:
+        [take(tag=9) for _ in range(10)]
+        [take(source, 9) for source in left(received[-10:])]
+    else:
+        sends(10, 9)
+    dist.barrier()
     # a failed call is no message
     if rank:
         try:
@@ -359,6 +386,16 @@ def test_what_can_be_known_of_any_source_is_known(any_source: Traffic) -> None:
     assert linked[2, True] >= 10
     assert linked[3, True] == 20 and not linked[3, False]
     assert linked[4, True] == 2 and linked[5, True] == 2
+    # In two groups one after the other: first from each, then from whomever; and after the world was made again.
+    assert linked[8, True] == 80 and not linked[8, False]
+    assert linked[9, True] == 20 and not linked[9, False]
+
+
+def test_any_source_in_groups_that_were_made_again(any_source: Traffic) -> None:
+    rows = [row for _, row, _ in any_source.received(0)]
+    assert len({row.group for row in rows if row.tag == 8}) == 2
+    assert {row.init for row in rows if row.tag == 9} == {2}
+    assert {row.init for row in rows if row.tag < 5} == {1}
 
 
 def test_a_specific_receive_beside_any_source_is_ambiguous(any_source: Traffic) -> None:

@@ -158,8 +158,13 @@ class Carrier:
         self.received = 0
         self.left_out = 0
 
-    def start(self) -> None:
-        """Start the thread."""
+    def start(self, agreed: str) -> None:
+        """Start the thread.
+
+        Args:
+            agreed: what only ranks know that agreed: keys that others left in the store are not these.
+        """
+        self._prefix = f"{self._prefix}/{agreed}"
         self._thread.start()
 
     def stop(self) -> None:

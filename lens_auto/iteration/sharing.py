@@ -28,6 +28,7 @@ STORE_LOOK_S = 2.0
 AHEAD_S_BROADCAST = 2.0
 AHEAD_S_STORE = 10.0
 AHEAD_ITERATIONS = 8
+PACES = 4
 SKEW_MESSAGES = 16
 
 
@@ -77,15 +78,16 @@ class Sharing:
         switch: Callable[[list[Switch]], None],
     ) -> None:
         self._access = access
-        self._key = f"{prefix}/switches"
+        self._prefix = prefix
         self._rank = rank
         self._recorder = recorder
         self._switch = switch
         self._seed = b""
         self._switches: list[Switch] = []
+        self._published = False  # rank 0: whether they are in the store
         self._requests = Requests()
         self._next_look = 0.0
-        self._rate = (0, time.monotonic())
+        self._paces = deque([(0, time.monotonic())], maxlen=PACES)  # iterations by time, a few looks back
         self._headers: dict[str, str] = {}
         self._newest: tuple[int, dict[str, str]] = (-1, {})  # the carrier that arrived last, and of which iteration
         self.skew = Skew()
@@ -110,7 +112,7 @@ class Sharing:
             state.share_pp_trace_carrier(self.current_carrier)
             if self.carrier is not None and info["seed_source"] == "agreed":
                 self._recorder.boundary_event = self.carrier.boundary
-                self.carrier.start()
+                self.carrier.start(info["seed"])
         if self.skew.widest:
             info["iteration_skew"] = self.skew.widest
         if (
@@ -122,9 +124,25 @@ class Sharing:
             if request is not None:
                 self._request(*request)
         now = time.monotonic()
+        if now >= self._paces[-1][1] + STORE_LOOK_S:
+            self._paces.append((self._recorder.iteration, now))
         if now >= self._next_look and not self._broadcasts:
             self._next_look = now + STORE_LOOK_S
-            self._look_at_store()
+            if self._rank != 0:
+                self._look_at_store()
+            elif self._switches and not self._published:
+                self._publish()
+
+    def follow(self, access: StoreAccess, prefix: str) -> None:
+        """The program has another store from here on. The carrier's group needs none any more."""
+        self._access, self._prefix = access, prefix
+        self._published = False
+        self._next_look = 0.0
+
+    @property
+    def _key(self) -> str:
+        """With the seed, which only these ranks know: keys that others left in the store are not this one."""
+        return f"{self._prefix}/{self._seed.hex()}/switches"
 
     def stop(self) -> None:
         """The process ends."""
@@ -158,12 +176,12 @@ class Sharing:
             switches.append(Switch(frozenset(state.enabled_span_groups), first + for_iterations))
         self._switches = switches
         self._switch(switches)
-        if not self._broadcasts:
-            self._publish()
+        self._published = False
+        self._next_look = 0.0
 
     def _ahead(self) -> int:
-        """How many iterations ahead a switch must lie, by the pace since the last request."""
-        before, since = self._rate
+        """How many iterations ahead a switch must lie, by the pace of late."""
+        before, since = self._paces[0]
         elapsed = max(time.monotonic() - since, 1e-3)
         pace = max(0.0, (self._recorder.iteration - before) / elapsed)
         return max(AHEAD_ITERATIONS, round(pace * (AHEAD_S_BROADCAST if self._broadcasts else AHEAD_S_STORE)))
@@ -171,11 +189,9 @@ class Sharing:
     def _publish(self) -> None:
         message = json.dumps([[sorted(each.groups), each.from_iteration] for each in self._switches])
         self._with_store(lambda store: store.set(self._key, message))
+        self._published = True
 
     def _look_at_store(self) -> None:
-        if self._rank == 0:
-            return
-
         def look(store: Client) -> None:
             if store.check([self._key]):
                 found = json.loads(store.get(self._key))
