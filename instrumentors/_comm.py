@@ -223,7 +223,8 @@ class Argument:
 
 
 class _Watched(weakref.ref):  # type: ignore[type-arg]
-    __slots__ = ("key", "numbers")
+    __slots__ = ("device", "key", "numbers")
+    device: int | None
     key: int
     numbers: tuple[int, ...]
 
@@ -237,21 +238,28 @@ def _gone(reference: Any) -> None:
         del pending[key]
 
 
-def watch(work: Any, numbers: tuple[int, ...]) -> None:
-    """Remember which records the wait on this `Work` completes. The work stays torch's own object."""
+def watch(work: Any, numbers: tuple[int, ...], device: int | None = None) -> None:
+    """Remember which records the wait on this `Work` completes. The work stays torch's own object.
+
+    Args:
+        work: the program's.
+        numbers: of the records.
+        device: on whose current stream the wait is measured; None: it is not.
+    """
     reference = _Watched(work, _gone)
+    reference.device = device
     reference.key = id(work)
     reference.numbers = numbers
     pending[id(work)] = reference
 
 
-def watch_result(result: Any, number: int) -> None:
+def watch_result(result: Any, number: int, device: int | None = None) -> None:
     """Watch what an operation returned: a work, or (coalescing manager) an object that holds works."""
     if c10d is not None and isinstance(result, c10d.Work):
-        watch(result, (number,))
+        watch(result, (number,), device)
         return
     for work in _works_of(result):
-        watch(work, (number,))
+        watch(work, (number,), device)
 
 
 def _works_of(result: Any) -> Iterator[Any]:

@@ -49,6 +49,11 @@ DL_PIPELINE_PARALLEL_SIZE = "dl.pipeline_parallel.size"
 DL_THROUGHPUT_TFLOPS = "dl.throughput_tflops"
 DL_THROUGHPUT_TOKENS_PER_SEC = "dl.throughput_tokens_per_sec"
 
+DL_DEVICE_DURATION_NS = "dl.device_duration_ns"  # of a phase or iteration, on the stream of the training thread
+DL_DEVICE_MEMORY_ALLOCATED = "dl.device.memory.allocated"  # bytes, as torch's allocator counts, at the end
+DL_DEVICE_MEMORY_RESERVED = "dl.device.memory.reserved"
+DL_DEVICE_MEMORY_PEAK = "dl.device.memory.peak"  # of allocated, since the start or since the program reset it
+
 DL_OPTIMIZER = "dl.optimizer"  # class name
 DL_OPTIMIZER_SKIPPED = "dl.optimizer.skipped"
 DL_BATCHES = "dl.batches"
@@ -66,6 +71,9 @@ DL_COMM_DTYPE = "dl.comm.dtype"
 DL_COMM_GROUP_SIZE = "dl.comm.group_size"
 DL_COMM_ASYNC = "dl.comm.async"
 DL_COMM_EXPOSED_NS = "dl.comm.exposed_ns"  # how long the training thread was held
+DL_COMM_DEVICE_DURATION_NS = "dl.comm.device_duration_ns"  # on its stream, waiting for other ranks included
+DL_COMM_ALGORITHM_BANDWIDTH = "dl.comm.algorithm_bandwidth"  # bytes a second
+DL_COMM_BUS_BANDWIDTH = "dl.comm.bus_bandwidth"  # bytes a second
 DL_COMM_PEER = "dl.comm.peer"  # global rank
 DL_COMM_TAG = "dl.comm.tag"
 DL_COMM_LINK = "dl.comm.link"

@@ -30,6 +30,7 @@ QUIET = "NEMO_LENS_QUIET"
 PROPAGATION = "NEMO_LENS_PROPAGATION"
 EXPORT_STRATEGY = "NEMO_LENS_EXPORT_STRATEGY"
 WINDOW = "NEMO_LENS_WINDOW"
+DEVICE_TIMES = "NEMO_LENS_DEVICE_TIMES"
 EXPORTER = "NEMO_LENS_EXPORTER"
 TRACES_EXPORTER = "OTEL_TRACES_EXPORTER"
 ENDPOINTS = (
@@ -172,6 +173,7 @@ class Settings:
         propagation: How ranks share an iteration's trace: `broadcast`, `derived` or `off`.
         export_strategy: Which ranks export, by name. It may be registered later, so the name is not checked here.
         window: Ranges of iterations to record, both ends included; empty: all.
+        device_times: Events on a GPU's streams tell what it took.
         endpoint_configured: Spans are to be sent somewhere, not (only) kept in the run directory.
         console: Spans are to be printed.
         problems: One line for each value that could not be used.
@@ -180,6 +182,7 @@ class Settings:
     __slots__ = (
         "_sources",
         "console",
+        "device_times",
         "disabled",
         "endpoint_configured",
         "exit_timeout_s",
@@ -211,6 +214,7 @@ class Settings:
         self.propagation: str = "broadcast"
         self.export_strategy: str = "single_rank"
         self.window: tuple[tuple[int, int], ...] = ()
+        self.device_times: bool = True
         self.endpoint_configured: bool = False
         self.console: bool = False
         self.problems: list[str] = []
@@ -237,6 +241,7 @@ class Settings:
         settings._read_propagation(env)
         settings.export_strategy = _stripped(env.take("export_strategy", EXPORT_STRATEGY)) or "single_rank"
         settings._read_window(env)
+        settings._read_device_times(env)
         settings._read_destination(env)
         return settings
 
@@ -258,6 +263,7 @@ class Settings:
             ("propagation", self.propagation),
             ("export_strategy", self.export_strategy),
             ("window", window or "all iterations"),
+            ("device_times", _yes_no(self.device_times)),
             ("endpoint_configured", _yes_no(self.endpoint_configured)),
             ("console", _yes_no(self.console)),
         ]
@@ -299,6 +305,12 @@ class Settings:
         if parsed is not None:
             self.quiet = parsed
             env.sources["quiet"] = QUIET
+
+    def _read_device_times(self, env: _Environment) -> None:
+        parsed = env.boolean(DEVICE_TIMES, "times of GPUs are taken")
+        if parsed is not None:
+            self.device_times = parsed
+            env.sources["device_times"] = DEVICE_TIMES
 
     def _read_max_run_bytes(self, env: _Environment) -> None:
         value = env.text(MAX_RUN_BYTES)

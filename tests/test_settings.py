@@ -52,6 +52,7 @@ def test_every_variable() -> None:
         NEMO_LENS_PROPAGATION="Derived",
         NEMO_LENS_EXPORT_STRATEGY="all_ranks",
         NEMO_LENS_WINDOW="10-19,40",
+        NEMO_LENS_DEVICE_TIMES="0",
         OTEL_TRACES_EXPORTER="console",
         OTEL_EXPORTER_OTLP_ENDPOINT="http://collector:4317",
         NEMO_LENS_ENABLED="1",
@@ -71,6 +72,7 @@ def test_every_variable() -> None:
         ("propagation", "derived", "NEMO_LENS_PROPAGATION"),
         ("export_strategy", "all_ranks", "NEMO_LENS_EXPORT_STRATEGY"),
         ("window", "10-19, 40-40", "NEMO_LENS_WINDOW"),
+        ("device_times", "no", "NEMO_LENS_DEVICE_TIMES"),
         ("endpoint_configured", "yes", "OTEL_EXPORTER_OTLP_ENDPOINT"),
         ("console", "yes", "OTEL_TRACES_EXPORTER"),
     ]

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from lens_auto import semconv
 from lens_auto.export import pipeline_spans
 from lens_auto.groups import TrainingSpanGroup as Group
+from lens_auto.iteration.device_times import DeviceClock, operation_times
 from lens_auto.iteration.origin import span_of
 from lens_auto.iteration.rule import Int64Array, Iterations, Mask, find_iterations
 from lens_auto.recorder import ids
@@ -33,6 +34,7 @@ _JOB_KINDS = (Kind.CHECKPOINT_SAVE, Kind.CHECKPOINT_LOAD, Kind.MODEL_INIT)
 _OPERATION_KINDS = (Kind.COLLECTIVE, Kind.SEND, Kind.RECV)
 _AWAITED_KINDS = (*_OPERATION_KINDS, *pipeline_spans.TRANSFER_KINDS)
 _SEND_KINDS = (Kind.SEND, Kind.PIPELINE_SEND)
+_DEVICE_PHASE_KINDS = (Kind.BACKWARD, Kind.OPTIMIZER_STEP, Kind.FETCH)
 # Plain integers: an operation on enum flags costs twenty times as much, and there are several for each span.
 _FAILED = int(Flag.FAILED)
 _EXHAUSTED = int(Flag.EXHAUSTED)
@@ -251,6 +253,9 @@ class _Place:
         kind = records.data["kind"]
         self.in_job: Mask = (iterations.record_iteration < 0) | np.isin(kind, _JOB_KINDS)
         placed = self.tile >= 0
+        # A hang is told before the piece that it lies in is over: it is in no piece, whenever it is looked at.
+        self.tile[kind == Kind.HANG] = -1
+        placed &= kind != Kind.HANG
         self.in_job[placed] |= self.tile_in_job[self.tile[placed]]
 
     def _tile_ids(self, records: Records, iterations: Iterations) -> list[bytes | None]:
@@ -347,6 +352,24 @@ class _Waits:
             self.of.setdefault(target, []).append(_Wait._make(wait))
 
 
+class _Devices:
+    """What a device took, by the row of an operation; and the device clock, for phases."""
+
+    def __init__(self, records: Records) -> None:
+        data = records.data
+        self.clock = DeviceClock(data)
+        rows = np.flatnonzero(np.isin(data["kind"], _OPERATION_KINDS))
+        times = operation_times(data, records.numbers, rows)
+        known = np.flatnonzero((times.duration_ns >= 0) | (times.exposed_ns >= 0))
+        columns = zip(rows[known].tolist(), *(column[known].tolist() for column in times), strict=True)
+        self.of = {row: tuple(found) for row, *found in columns}
+        memory = data[data["kind"] == Kind.DEVICE_MEMORY]
+        memory = memory[(memory["a"] > 0) | (memory["b"] > 0) | (memory["c"] > 0)]
+        # It was taken a moment before the end of its iteration.
+        at_ns = memory["start_ns"].astype(np.int64) + 1
+        self.memory = dict(zip(at_ns.tolist(), memory[["a", "b", "c"]].tolist(), strict=True))
+
+
 @dataclass(frozen=True)
 class Part:
     """The part of a writer's records that is to become spans now; the rest is only looked at.
@@ -355,11 +378,13 @@ class Part:
         until_ns: monotonic time; what starts before it is in.
         held: numbers of records that stay out although they start before.
         last: nothing follows: the job's span is in.
+        only: numbers of the records that alone are in, whatever their time.
     """
 
     until_ns: int
     held: frozenset[int] = frozenset()
     last: bool = False
+    only: frozenset[int] = frozenset()
 
 
 _WHOLE = Part(1 << 62, last=True)
@@ -402,6 +427,7 @@ class SpanMaker:
         self._roots: dict[int, bytes] = {}
         self._wall_ns = self._info.clock.wall(0)
         self._waits = _Waits(looked.records)
+        self._devices = _Devices(looked.records)
         self._rows = self._span_rows()
         tiles = looked.iterations.tiles
         forwards = (tiles["phase"] == Phase.FORWARD) & (Group.FORWARD_BACKWARD in groups)
@@ -425,7 +451,9 @@ class SpanMaker:
     def _span_rows(self) -> list[int]:
         """Records that become spans of their own. A wait becomes part of the span of what it completes."""
         in_part = ((self._data["flags"] & Flag.SPAN) != 0) & (self._data["start_ns"] < self._part.until_ns)
-        if self._part.held:
+        if self._part.only:
+            in_part = np.isin(self._numbers, np.array(sorted(self._part.only), dtype=np.int64))
+        elif self._part.held:
             in_part &= ~np.isin(self._numbers, np.array(sorted(self._part.held), dtype=np.int64))
         spanned = in_part.tolist()
         merged = {wait.row for operation, waits in self._waits.of.items() if spanned[operation] for wait in waits}
@@ -491,8 +519,9 @@ class SpanMaker:
 
     def _iteration_spans(self) -> Iterator[Span]:
         found = self._iterations
-        for iteration, start_ns, end_ns in zip(
-            found.number.tolist(), found.start_ns.tolist(), found.end_ns.tolist(), strict=True
+        device_ns = self._devices.clock.between(found.start_ns, found.end_ns)
+        for iteration, start_ns, end_ns, took_ns in zip(
+            found.number.tolist(), found.start_ns.tolist(), found.end_ns.tolist(), device_ns.tolist(), strict=True
         ):
             if start_ns >= self._part.until_ns:
                 return
@@ -505,6 +534,12 @@ class SpanMaker:
                 semconv.DL_ITERATION: iteration,
                 semconv.LENS_TIMING_SOURCE: semconv.TIMING_HOST,
             }
+            _measured(attributes, took_ns)
+            memory = self._devices.memory.get(end_ns)
+            if memory is not None:
+                attributes[semconv.DL_DEVICE_MEMORY_ALLOCATED] = memory[0]
+                attributes[semconv.DL_DEVICE_MEMORY_RESERVED] = memory[1]
+                attributes[semconv.DL_DEVICE_MEMORY_PEAK] = memory[2]
             yield self._span(
                 self._trace(iteration),
                 self._root(iteration),
@@ -539,6 +574,7 @@ class SpanMaker:
     def _forward_spans(self) -> Iterator[Span]:
         tiles = self._iterations.tiles
         enqueued = self._data["flags"] & _ENQUEUE
+        device_ns = self._devices.clock.between(tiles["start_ns"], tiles["end_ns"])
         for index in self._forward_tiles:
             span_id = self._place.tile_id[index]
             if span_id is None:
@@ -549,6 +585,7 @@ class SpanMaker:
                 semconv.LENS_INFERRED: True,
                 semconv.LENS_TIMING_SOURCE: _timing(int(enqueued[row])),
             }
+            _measured(attributes, int(device_ns[index]))
             yield self._span(
                 self._trace(iteration),
                 span_id,
@@ -564,11 +601,14 @@ class SpanMaker:
     def _record_spans(self) -> Iterator[Span]:
         place = self._place
         iterations = self._iterations.record_iteration
+        starts, ends = self._data["start_ns"].astype(np.int64), self._data["end_ns"].astype(np.int64)
         for first in range(0, len(self._rows), _CHUNK):
             rows = self._rows[first : first + _CHUNK]
             at = np.array(rows, dtype=np.int64)
-            for row, values, iteration, in_job, tile in zip(
+            device_ns = self._devices.clock.between(starts[at], ends[at])
+            for row, took_ns, values, iteration, in_job, tile in zip(
                 rows,
+                device_ns.tolist(),
                 self._data[at].tolist(),
                 iterations[at].tolist(),
                 place.in_job[at].tolist(),
@@ -590,6 +630,8 @@ class SpanMaker:
                     record.end_ns,
                     attributes,
                 )
+                if record.kind in _DEVICE_PHASE_KINDS:
+                    _measured(attributes, took_ns)
                 if record.kind in _JOB_KINDS:
                     span.links = self._iteration_link(iteration)
                 if record.flags & _FAILED:
@@ -740,10 +782,26 @@ class SpanMaker:
             span.attributes[semconv.DL_COMM_END] = semconv.DL_COMM_END_UNKNOWN
         if record.flags & _FLIGHT:  # it says that the operation exists, not who waited for it
             return
+        measured = self._devices.of.get(row)
+        if measured is not None:
+            self._complete_by_device(span, *measured)
+            return
         if not enqueued:  # the host's waiting says nothing about work that a device does
             span.attributes[semconv.DL_COMM_EXPOSED_NS] = exposed_ns
         else:
             span.attributes[semconv.LENS_TIMING_SOURCE] = semconv.TIMING_HOST_ENQUEUE
+
+    @staticmethod
+    def _complete_by_device(span: Span, duration_ns: int, exposed_ns: int, by_flight: bool) -> None:
+        """What a device took; start and end of the span stay the host's."""
+        if duration_ns >= 0:
+            span.attributes[semconv.DL_COMM_DEVICE_DURATION_NS] = duration_ns
+        if exposed_ns >= 0:
+            span.attributes[semconv.DL_COMM_EXPOSED_NS] = exposed_ns
+        by_events = exposed_ns >= 0 or not by_flight
+        span.attributes[semconv.LENS_TIMING_SOURCE] = (
+            semconv.TIMING_CUDA_EVENT if by_events else semconv.TIMING_FLIGHT_RECORDER
+        )
 
     def _link_to_send(self, span: Span, record: _Record, iteration: int, in_job: bool) -> None:
         rank = self._info.rank
@@ -803,6 +861,13 @@ class SpanMaker:
 
 def _link(trace_id: bytes, span_id: bytes, *, exported: bool) -> Link:
     return Link(trace_id, span_id, {} if exported else {semconv.LENS_LINK_EXPORTED: False})
+
+
+def _measured(attributes: dict[str, AttributeValue], took_ns: int) -> None:
+    """What a device took for a phase, where that is known."""
+    if took_ns >= 0:
+        attributes[semconv.DL_DEVICE_DURATION_NS] = took_ns
+        attributes[semconv.LENS_TIMING_SOURCE] = semconv.TIMING_CUDA_EVENT
 
 
 def _timing(flags: int) -> str:

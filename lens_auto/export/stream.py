@@ -122,6 +122,7 @@ class Cut(NamedTuple):
         held: numbers of operations that wait for their end.
         missing: numbers below that a thread had taken and not yet committed. Committed since, they are in a later part.
         last: the writer writes no more.
+        only: numbers of the records that alone are in: hangs, which are told while they last.
     """
 
     below: int
@@ -129,6 +130,7 @@ class Cut(NamedTuple):
     held: tuple[int, ...]
     missing: tuple[int, ...]
     last: bool
+    only: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As an object that JSON can hold."""
@@ -143,6 +145,7 @@ class Cut(NamedTuple):
             tuple(map(int, found["held"])),
             tuple(map(int, found["missing"])),
             bool(found["last"]),
+            tuple(map(int, found.get("only", ()))),
         )
 
 
@@ -205,7 +208,9 @@ class Stretch(NamedTuple):
         )
 
 
-def next_stretch(writer: WriterFiles, position: Position, ended: bool, cut: Cut | None = None) -> Stretch | None:
+def next_stretch(
+    writer: WriterFiles, position: Position, ended: bool, cut: Cut | None = None, hangs: bool = False
+) -> Stretch | None:
     """Read what follows a position.
 
     Args:
@@ -213,6 +218,7 @@ def next_stretch(writer: WriterFiles, position: Position, ended: bool, cut: Cut 
         position: where the stream stands.
         ended: the writer writes no more.
         cut: of a part that was begun; None: where it is best.
+        hangs: where nothing else can be told yet, tell those that the writer has noticed.
 
     Returns:
         None: nothing more can be told yet (or, where the writer ended, at all).
@@ -229,6 +235,8 @@ def next_stretch(writer: WriterFiles, position: Position, ended: bool, cut: Cut 
         if chosen is not None or exhausted:
             break
         at_once *= 2  # one iteration of more records than that
+    if chosen is None and hangs:
+        chosen = _hangs(records, position, gap)
     return None if chosen is None else Stretch(chosen, records, iterations, resume, lost)
 
 
@@ -247,13 +255,14 @@ def next_part(
     Returns:
         None: nothing more can be told yet (or, where the writer ended, at all).
     """
-    found = next_stretch(writer, position, ended, cut)
+    found = next_stretch(writer, position, ended, cut, hangs=True)
     if found is None:
         return None
-    part = Part(found.cut.until_ns, frozenset(found.cut.held), found.cut.last)
+    part = Part(found.cut.until_ns, frozenset(found.cut.held), found.cut.last, frozenset(found.cut.only))
     looked = look_at(writer, found.records, found.iterations)
     _put_back(looked, position.places)
-    return StreamPart(found.cut, SpanMaker(others, looked, part), _after(looked, found.resume, found.cut), found.lost)
+    after = _after(looked, found.resume, found.cut, position.places)
+    return StreamPart(found.cut, SpanMaker(others, looked, part), after, found.lost)
 
 
 def _put_back(looked: Looked, places: tuple[Place, ...]) -> None:
@@ -330,6 +339,12 @@ def _choose(
     if last:
         return Cut(below, _END, (), (), True)
     settled = int(np.searchsorted(iterations.start_ns[1 : 1 - _LAG], settled_ns, side="right"))
+    measured_ns = _measured_until_ns(records.data)
+    if settled and measured_ns is not None:
+        patience_ns = time.monotonic_ns() - PATIENCE_NS  # the device may never come there
+        settled = int(
+            np.searchsorted(iterations.start_ns[1 : settled + 1], max(measured_ns, patience_ns), side="right")
+        )
     if settled:
         until_ns = int(iterations.start_ns[settled])
     elif not len(iterations) and len(records) >= _MUCH:
@@ -340,9 +355,25 @@ def _choose(
     return Cut(below, until_ns, _held(records, until_ns, missing), missing, False)
 
 
+def _hangs(records: Records, position: Position, gap: int) -> Cut | None:
+    """A part of nothing but hangs; None: there is none. All else stays open."""
+    found = records.numbers[records.data["kind"] == Kind.HANG].tolist()
+    if not found:
+        return None
+    below = max(int(records.numbers[-1]) + 1, position.top)
+    return Cut(below, -1, (), _missing(records, position, gap, below), False, tuple(found))
+
+
+def _measured_until_ns(data: npt.NDArray[np.void]) -> int | None:
+    """Until when a device was followed: the end of the last iteration of which everything is known; None: it is not."""
+    if not np.any(data["kind"] == Kind.DEVICE_MARK):
+        return None
+    return int(data["start_ns"][data["kind"] == Kind.DEVICE_MEMORY].max(initial=0)) + 1
+
+
 def _held(records: Records, until_ns: int, missing: tuple[int, ...]) -> tuple[int, ...]:
-    """What was before the cut and is not known whole: asynchronous operations that nobody has waited for, receives
-    whose source may yet be told, and waits for what is missing.
+    """What was before the cut and is not known whole: asynchronous operations that nobody has waited for, those that a
+    device has not come to, receives whose source may yet be told, and waits for what is missing.
     """
     data = records.data
     wait = data["kind"] == Kind.WAIT
@@ -350,6 +381,7 @@ def _held(records: Records, until_ns: int, missing: tuple[int, ...]) -> tuple[in
     now_known = apply_receive_sources(data, records.numbers)
     doubtful = (data["kind"] == Kind.RECV) & ((now_known["flags"] & Flag.AMBIGUOUS) != 0)
     held = (((data["flags"] & Flag.ASYNC) != 0) & ~np.isin(records.numbers, target[wait])) | doubtful
+    held |= ((data["flags"] & Flag.MEASURED) != 0) & ~np.isin(records.numbers, target[data["kind"] == Kind.DEVICE_TIME])
     held &= data["end_ns"].astype(np.int64) > time.monotonic_ns() - PATIENCE_NS
     if missing:
         held |= wait & np.isin(target, np.array(missing, dtype=np.int64))
@@ -370,7 +402,9 @@ def _missing(records: Records, position: Position, gap: int, below: int) -> tupl
 def _done(records: Records, cut: Cut) -> tuple[Mask, Mask]:
     """Records of which nothing is left after a cut, and those that complete others."""
     data, numbers = records.data, records.numbers
-    completes: Mask = np.isin(data["kind"], (Kind.WAIT, Kind.RECV_SOURCE))
+    completes: Mask = np.isin(data["kind"], (Kind.WAIT, Kind.RECV_SOURCE, Kind.DEVICE_TIME))
+    if cut.only:
+        return np.isin(numbers, np.array(cut.only, dtype=np.int64)), completes
     done: Mask = data["start_ns"] < cut.until_ns
     if cut.held:
         done &= ~np.isin(numbers, np.array(cut.held, dtype=np.int64))
@@ -380,12 +414,14 @@ def _done(records: Records, cut: Cut) -> tuple[Mask, Mask]:
     return done, completes
 
 
-def _after(looked: Looked, resume: Resume | None, cut: Cut) -> Position:
+def _after(looked: Looked, resume: Resume | None, cut: Cut, before: tuple[Place, ...]) -> Position:
     data, numbers, iterations = looked.records.data, looked.records.numbers, looked.iterations
     if cut.last:
         return Position(cut.below)
     done, completes = _done(looked.records, cut)
     still_open = {*numbers[~done].tolist(), *cut.missing}
+    if cut.only:
+        return Position(cut.below, tuple(sorted(still_open)), before, resume)
     places = tuple(
         Place(
             int(numbers[row]),

@@ -86,10 +86,10 @@ class Kind(enum.IntEnum):
     DDP = 22  # from the reducer's own logger; name: forward, backward, communication; a: iteration of the reducer; of
     # communication b: overlap with backward, ns; c: buckets, 0 where the flight recorder has them; detail: their sizes
     # By events of a device (recorder/device.py). Start and end are the host's stamps of what was measured.
-    DEVICE_TIME = 23  # ref: the operation; a: ns on its stream; b: device clock at the start; c: DeviceTime
-    DEVICE_PHASE = 24  # from one change of phase to the next; name: 0; a: ns; b: device clock at its end; c: DeviceTime
-    DEVICE_MEMORY = 25  # at the end of an iteration; peer: device; a: bytes allocated, b: reserved, c: peak allocated.
-    # All that was measured in the iteration was written before it.
+    DEVICE_TIME = 23  # ref: the operation; a: ns on its stream; b: device clock at its start; c: DeviceTime
+    DEVICE_MARK = 24  # the phase changed; a: ns since the mark before; b: device clock; c: DeviceTime
+    DEVICE_MEMORY = 25  # at the end of an iteration; a: bytes allocated; b: reserved; c: peak allocated.
+    # All that was measured in the iteration was written before it. (peer: index of the device.)
     DEVICE_WAIT = 26  # in a slot only: the program waits for a device; name: by which call
 
 

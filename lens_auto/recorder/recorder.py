@@ -7,13 +7,16 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lens_auto.recorder import layout
 from lens_auto.recorder.layout import Flag, Kind, Phase
 from lens_auto.recorder.live import LiveFile
 from lens_auto.recorder.segment import Segment, create_segment, no_segment
 from lens_auto.recorder.strings import Interner
+
+if TYPE_CHECKING:
+    from lens_auto.recorder.device import DeviceTimes
 
 logger = logging.getLogger("lens_auto")
 
@@ -90,6 +93,7 @@ class Recorder:
         self.span_flags(frozenset())
         self.switch_at = NEVER  # the iteration at which `on_switch` is due
         self.on_switch: Callable[[int], None] | None = None
+        self.device: DeviceTimes | None = None  # what a GPU took; None where that is not wanted
         self.boundary_event: threading.Event | None = None  # what the carrier's thread waits for
         self.wake = threading.Event()
         self.closed: list[Segment] = []
@@ -247,10 +251,14 @@ class Recorder:
         self.phase_code = phase
         self.phase_since_ns = now_ns
         self.live.phase(phase, self.iteration, now_ns, self.steps, self.fetches)
+        if self.device is not None:
+            self.device.mark(now_ns)
 
     def boundary(self, at_ns: int, steps: int, thread: int) -> None:
         """Close the iteration, as the live prediction has it, at a point of time."""
         self.record(Kind.BOUNDARY, at_ns, at_ns, thread, 0, a=steps)
+        if self.device is not None:
+            self.device.boundary(at_ns)
         self.iteration += 1
         if self.iteration >= self.switch_at and self.on_switch is not None:
             self.on_switch(self.iteration)
