@@ -18,7 +18,7 @@ PROMETHEUS := $(VENV)/prometheus/usr/bin/prometheus
 REQUIREMENTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types bench scale prometheus clean
+.PHONY: help demo test lint types bench scale faults compat prometheus clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -53,6 +53,9 @@ prometheus: $(PROMETHEUS) ## unpack Debian's Prometheus in .venv, for the test t
 
 compat: $(TEST_STAMP) ## run real frameworks and PyTorch's own tests with lens-auto and without
 	$(BIN)/python -m compat $(COMPAT_ARGS)
+
+faults: $(TEST_STAMP) ## measure what training feels of an endpoint that misbehaves, fault by fault
+	$(BIN)/python -m benchmarks.faults $(FAULTS_ARGS)
 
 clean: ## remove .venv, caches, build outputs and the demo's runs
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .compat lens-runs/demo-*
