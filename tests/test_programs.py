@@ -201,6 +201,7 @@ def test_recover_goes_on_where_the_endpoint_stopped(tmp_path: Path, monkeypatch:
         with pytest.raises(send.NotSent, match=r"took 8 spans, 12 .* left: "):
             send.recover(RunDirectory(run_dir), stop)
         assert path.exists()
+        assert summary_of(run_dir).verdict.startswith("12 spans of programs not sent")
         receiver.up()
         assert send.recover(RunDirectory(run_dir), lambda count: None).spans == 12
         assert sorted(receiver.span_ids()) == ids(spans)

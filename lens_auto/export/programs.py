@@ -17,11 +17,19 @@ from lens_auto.export.exporters import GRPC, HTTP, exporter_names
 from lens_auto.export.senders import make_sender
 from lens_auto.recorder import spool
 from lens_auto.recorder.read import RunDirectory
-from lens_auto.report.services import TRACES, UNSENT, ProgramFile, find_files, read_lines, spans_of
+from lens_auto.report.services import (
+    POSITION_SUFFIX,
+    TRACES,
+    UNSENT,
+    ProgramFile,
+    find_files,
+    read_lines,
+    sent_position,
+    spans_of,
+)
 
 PATIENCE_S = 15.0
 _PAUSE_S = 0.5
-_POSITION_SUFFIX = ".sent"  # beside a file: how much of it was accepted
 _REFUSED = "the endpoint refuses them for good"
 _DAMAGED = "a line is damaged"
 _FOR_GOOD = (_REFUSED, _DAMAGED)
@@ -92,15 +100,8 @@ class _File:
     def __init__(self, path: Path, remove: bool) -> None:
         self._path = path
         self._remove = remove
-        self._position_path = path.with_name(path.name + _POSITION_SUFFIX)
-        self._position, self._refused = self._begin() if remove else (0, [])
-
-    def _begin(self) -> tuple[int, list[int]]:
-        try:
-            found = json.loads(self._position_path.read_bytes())
-            return int(found["position"]), [int(each) for each in found["refused"]]
-        except (OSError, ValueError, KeyError, TypeError):
-            return 0, []
+        self._position_path = path.with_name(path.name + POSITION_SUFFIX)
+        self._position, self._refused = sent_position(path) if remove else (0, [])
 
     def send(self, post: Callable[[bytes], Answer], advance: Callable[[int], None]) -> tuple[int, str]:
         """Send what is left. Returns how many spans were accepted, and why not all."""

@@ -23,6 +23,7 @@ from lens_auto.recorder.read import RunDirectory, Status, WriterFiles
 from lens_auto.recorder.rundir import safe_name
 
 TRACES, UNSENT, LOGS, METRICS = "traces", "unsent", "logs", "metrics"
+POSITION_SUFFIX = ".sent"  # beside a file with unsent spans: how much of it was accepted since
 _ENDING = re.compile(r"(\.old)?\.jsonl$")
 _KIND = re.compile(rf"\.({UNSENT}|{LOGS}|{METRICS})(?:\.old)?\.jsonl$")
 _RANK_FILE = re.compile(rf"(spans|{UNSENT}|{LOGS}|{METRICS})(?:\.old)?\.jsonl")
@@ -114,6 +115,15 @@ def _is_alive(process: str, path: Path) -> bool:
         return ticks > 0
 
 
+def sent_position(path: Path) -> tuple[int, list[int]]:
+    """Up to where the lines of a file were dealt with, and where those begin that the endpoint refused for good."""
+    try:
+        found = orjson.loads(path.with_name(path.name + POSITION_SUFFIX).read_bytes())
+        return int(found["position"]), [int(each) for each in found["refused"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0, []
+
+
 def read_lines(path: Path, start: int = 0) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """The messages of a file, each with where its line ends; None for a line that is damaged.
 
@@ -186,7 +196,8 @@ def find_programs(run: RunDirectory) -> list[ProgramSummary]:
         program = found.setdefault(file.process, ProgramSummary(file.process, file.rank, ""))
         program.files.append(str(file.path.relative_to(run.path) if file.path.is_relative_to(run.path) else file.path))
         try:
-            for _, message in read_lines(file.path):
+            start = sent_position(file.path)[0] if file.kind == UNSENT else 0
+            for _, message in read_lines(file.path, start):
                 _count(program, file, message)
         except OSError:  # it moved to the run directory, or somebody removed it
             continue
