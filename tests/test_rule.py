@@ -271,6 +271,25 @@ def test_lbfgs_backwards_are_inside_the_step() -> None:
     assert tiles(found, 1) == [(X, 1), (D, 2), (S, 16)]
 
 
+def test_a_closure_that_is_the_training_step() -> None:
+    """As in Lightning: forward and backward run inside `step`."""
+    writer = Writer()
+    loader = writer.loader(1)
+    for _ in range(3):
+        writer.fetch(loader, 2)
+        start = writer.now
+        writer.wait(3)
+        writer.backward(4)
+        writer.wait(1)
+        writer.add(Kind.OPTIMIZER_STEP, start, writer.now, a=0, b=1, name="Adam")
+        writer.wait(1)
+    found = rule(writer)
+    assert bounds(found) == [(0, 11), (11, 22), (22, 33)]
+    nanosecond = 1 / MS
+    assert phases(found, 1) == pytest.approx({X: 1, D: 2, F: 3 - nanosecond, B: 4, S: 1 + nanosecond}, abs=1e-9)
+    assert [(phase, round(ms)) for phase, ms in tiles(found, 1)] == [(X, 1), (D, 2), (S, 0), (F, 3), (B, 4), (S, 1)]
+
+
 def test_lbfgs_whose_first_closure_starts_in_the_same_nanosecond() -> None:
     writer = Writer()
     for _ in range(3):

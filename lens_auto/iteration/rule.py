@@ -47,11 +47,25 @@ _SET_UP_KINDS = (Kind.MODEL_INIT, Kind.PROCESS_GROUP, Kind.CHECKPOINT_LOAD)
 _TRAINING_KINDS = (Kind.LOADER_START, Kind.FETCH, Kind.BACKWARD, Kind.OPTIMIZER_STEP)
 
 # What covers a piece of time, first wins (4).
-_EVALUATE, _CHECKPOINT, _STEP, _BACKWARD, _FETCH, _LOADER_START, _SET_UP, _GAP, _FORWARD = range(9)
+(
+    _EVALUATE,
+    _CHECKPOINT,
+    _CLOSURE_FORWARD,
+    _CLOSURE_BACKWARD,
+    _STEP,
+    _BACKWARD,
+    _FETCH,
+    _LOADER_START,
+    _SET_UP,
+    _GAP,
+    _FORWARD,
+) = range(11)
 _PHASES = np.array(
     [
         Phase.EVALUATE,
         Phase.CHECKPOINT,
+        Phase.FORWARD,
+        Phase.BACKWARD,
         Phase.OPTIMIZER,
         Phase.BACKWARD,
         Phase.DATA_LOADING,
@@ -446,9 +460,14 @@ def _tiles(
     events: _Events, evaluations: npt.NDArray[np.void], start_ns: Int64Array, end_ns: Int64Array
 ) -> npt.NDArray[np.void]:
     """(4) Cut time at every start and end, and give each piece to the first in the list that covers it."""
+    step, backward = _closures(events)
+    backward_ns, nobody = events.start_ns[backward], np.full(len(step), -1, dtype=np.int64)
     covers = {
         _EVALUATE: _Cover(evaluations["start_ns"], evaluations["end_ns"], evaluations["record"]),
         _CHECKPOINT: _cover(events, events.of(Kind.CHECKPOINT_SAVE, Kind.CHECKPOINT_LOAD)),
+        # The first nanosecond is the step's: its record lies in a piece of its own.
+        _CLOSURE_FORWARD: _Cover(events.start_ns[step] + 1, backward_ns, nobody),
+        _CLOSURE_BACKWARD: _Cover(backward_ns, events.end_ns[backward], events.number[backward]),
         _STEP: _cover(events, events.of(Kind.OPTIMIZER_STEP) & ~events.inside_backward),
         _BACKWARD: _cover(events, events.of(Kind.BACKWARD)),
         _FETCH: _cover(events, events.of(Kind.FETCH)),
@@ -483,6 +502,21 @@ def _tiles(
     tiles["phase"] = _PHASES[what]
     kept: npt.NDArray[np.void] = tiles[(tiles["iteration"] >= 0) | (what != _GAP)]
     return kept
+
+
+def _closures(events: _Events) -> tuple[Int64Array, Int64Array]:
+    """Steps whose closure is a training step, and the backward in each: the one event in it, and no search of LBFGS."""
+    kind, start_ns, end_ns = events.kind, events.start_ns, events.end_ns
+    step = np.flatnonzero(events.of(Kind.OPTIMIZER_STEP)[:-1] & ~events.inside_backward[:-1])
+    backward = step + 1
+    of_it = (kind[backward] == Kind.BACKWARD) & (start_ns[backward] > start_ns[step] + 1)
+    of_it &= end_ns[backward] <= end_ns[step]
+    step, backward = step[of_it], backward[of_it]
+    # What begins after the backward and still within the step: another backward, of another call of the closure.
+    later = np.searchsorted(start_ns, end_ns[backward])
+    alone = start_ns[np.minimum(later, len(start_ns) - 1)] >= end_ns[step]
+    alone |= later == len(start_ns)
+    return step[alone], backward[alone]
 
 
 def _forward(what: Int64Array, iteration: Int64Array) -> Mask:

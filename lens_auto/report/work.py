@@ -8,12 +8,14 @@ thing that is seen of a rank's arrival (`Source.BACKWARD`), unless the reducer's
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lens_auto.iteration.device_times import DeviceClock, operation_times
 from lens_auto.iteration.rule import Int64Array, Iterations, Mask
 from lens_auto.recorder.layout import Flag, Kind, Phase
 
@@ -36,6 +38,7 @@ _MUTUAL = frozenset(
 )
 _OPERATIONS = (Kind.COLLECTIVE, Kind.SEND, Kind.RECV)
 _MAX_REF = np.uint64(1 << 62)
+_FEW = 0.1  # share of the operations that no event may be of
 PHASES = len(Phase)
 
 
@@ -69,7 +72,7 @@ POINT_DTYPE = np.dtype(
 
 @dataclass(frozen=True)
 class Work:
-    """One writer's meeting points and own work. Times are monotonic nanoseconds of its host.
+    """One writer's meeting points and own work. Times are monotonic nanoseconds of its host, its device's too.
 
     Attributes:
         groups: names of the process groups that points refer to.
@@ -80,7 +83,7 @@ class Work:
         wrappers: classes that wrapped the model.
         workers: processes of the data loaders that were fetched from; empty: no loader was seen.
         loader_starts: iterations in which a loader was started.
-        enqueued: communication was enqueued on a device: the host does not see when it happened.
+        enqueued: communication was enqueued on a device, and no event tells when it happened.
         batch_bytes: size of what each iteration fetched; zeros where it was not recorded.
     """
 
@@ -97,9 +100,13 @@ class Work:
 
 
 def find_work(writer: WriterFiles, records: Records, iterations: Iterations) -> Work:
-    """The work of one writer."""
+    """The work of one writer: its device's where events tell of that, else its host's."""
+    enqueued = _unseen_on_device(records)
+    clock = DeviceClock(records.data)
+    if clock:
+        records, iterations = _on_device(clock, records, iterations)
     data = records.data
-    kind, flags = data["kind"], data["flags"]
+    kind = data["kind"]
     held_start_ns, held_end_ns = _held(records, iterations.thread)
     groups, points = _points(writer, records, iterations)
     own = _Own(iterations, held_start_ns, held_end_ns, points["arrival_ns"], points["release_ns"])
@@ -119,8 +126,35 @@ def find_work(writer: WriterFiles, records: Records, iterations: Iterations) -> 
         wrappers=frozenset(writer.string(name) for name in np.unique(data["name"][kind == Kind.MODEL_INIT]).tolist()),
         workers=frozenset(np.unique(data["b"][fetches]).tolist()),
         loader_starts=np.unique(starts[starts >= 0]),
-        enqueued=bool(np.any((flags & Flag.ENQUEUE) != 0)),
+        enqueued=enqueued,
         batch_bytes=batch_bytes,
+    )
+
+
+def _unseen_on_device(records: Records) -> bool:
+    """Whether operations were enqueued on a device of which no event tells, but for some at the start."""
+    data = records.data
+    rows = np.flatnonzero(np.isin(data["kind"], _OPERATIONS) & ((data["flags"] & Flag.ENQUEUE) != 0))
+    unseen = int(np.count_nonzero(operation_times(data, records.numbers, rows).exposed_ns < 0))
+    return unseen > _FEW * len(rows)
+
+
+def _on_device(clock: DeviceClock, records: Records, iterations: Iterations) -> tuple[Records, Iterations]:
+    """The same as the device saw it: everything at the time when the stream of the training thread came there.
+
+    The host may be ahead of it by any time; a batch that it waited for while the device was busy cost nothing.
+    """
+    data = records.data.copy()
+    for name in ("start_ns", "end_ns"):
+        known = data[name] > 0
+        data[name][known] = clock.translate(data[name][known].astype(np.int64)).astype(np.uint64)
+    tiles = iterations.tiles.copy()
+    for name in ("start_ns", "end_ns"):
+        tiles[name] = clock.translate(tiles[name])
+    start_ns, end_ns = clock.translate(iterations.start_ns), clock.translate(iterations.end_ns)
+    return (
+        dataclasses.replace(records, data=data),
+        dataclasses.replace(iterations, start_ns=start_ns, end_ns=end_ns, tiles=tiles),
     )
 
 
@@ -274,6 +308,8 @@ def _gap_points(iterations: Iterations) -> npt.NDArray[np.void]:
     phase, of = tiles["phase"], tiles["iteration"]
     steps = np.flatnonzero(phase == Phase.OPTIMIZER)
     steps = steps[np.append(True, np.diff(of[steps]) > 0)[: len(steps)]]
+    # A step whose closure runs the backward begins before it.
+    steps = steps[tiles["end_ns"][steps] - tiles["start_ns"][steps] > 1]
     steps = steps[steps >= 2]
     before = np.where(phase[steps - 1] == Phase.OTHER, steps - 2, steps - 1)
     follows = (phase[before] == Phase.BACKWARD) & (of[before] == of[steps])
