@@ -103,6 +103,8 @@ class Patches:
         original = vars(owner).get(attribute)
         if original is None or type(original) is LensWrapper:  # a module that re-exports what is wrapped already
             return
+        if type(hook) is not FunctionType or type(site.gate) is not list:
+            raise TypeError(f"no hook for {attribute}")
         if isinstance(owner, ModuleType) and type(original) is FunctionType:
             wrapper = LensWrapper.of_module(original, hook, site.gate, owner)
         else:
@@ -227,6 +229,12 @@ class LensInstrumentor(BaseInstrumentor):  # type: ignore[misc]
         """Which modules to wait for, and what to do with each."""
 
     def _instrument(self, **kwargs: Any) -> None:
+        try:  # OpenTelemetry's own loader leaves out all instrumentors after one that raises
+            self._install_all()
+        except Exception as error:
+            guard.logger.warning("lens-auto: %s failed (%s: %s)", type(self).__name__, type(error).__name__, error)
+
+    def _install_all(self) -> None:
         if runtime.configure().disabled:
             return
         patches = self._patches = Patches()

@@ -34,45 +34,49 @@ def phase_hook(site: Site, phase: Phase, after: Phase | None, write: Write) -> H
         recorder = runtime.recorder
         if recorder is None:
             return wrapped(*args, **kwargs)
-        state = recorder.thread()
-        if state.phase_depth:
+        try:
+            state = recorder.local.state
+            nested, state.phase_depth = state.phase_depth, 1
+        except Exception as error:
+            site.fault(error)
             return wrapped(*args, **kwargs)
-        state.phase_depth = 1
-        if state.step is not None:  # a step of an optimizer that raised ends here
-            try:
-                state.step.settle(recorder, state)
-            except Exception as error:
-                site.fault(error)
+        if nested:
+            return wrapped(*args, **kwargs)
         start = now_ns()
         before = recorder.phase_code
         try:
             try:
+                if state.step is not None:  # a step of an optimizer that raised ends here
+                    state.step.settle(recorder, state)
                 recorder.phase(phase, start)
             except Exception as error:
                 site.fault(error)
             result = wrapped(*args, **kwargs)
         except BaseException as error:
-            _ended(recorder, state, (instance, args, kwargs), start, None, error, before if after is None else after)
+            try:
+                ended(recorder, state, (instance, args, kwargs), start, None, error, before)
+            except Exception as failure:
+                site.fault(failure)
             raise
         finally:
             state.phase_depth = 0
-        _ended(recorder, state, (instance, args, kwargs), start, result, None, before if after is None else after)
+        try:
+            ended(recorder, state, (instance, args, kwargs), start, result, None, before)
+        except Exception as failure:
+            site.fault(failure)
         return result
 
-    def _ended(
+    def ended(
         recorder: Recorder,
         state: ThreadState,
         call: Call,
         start: int,
         result: Any,
         error: BaseException | None,
-        following: Phase,
+        before: Phase,
     ) -> None:
-        try:
-            end = now_ns()
-            write(recorder, state, call, start, end, result, error)
-            recorder.phase(following, end)
-        except Exception as failure:
-            site.fault(failure)
+        end = now_ns()
+        write(recorder, state, call, start, end, result, error)
+        recorder.phase(before if after is None else after, end)
 
     return hook

@@ -163,18 +163,13 @@ def watch_too(work: Any, number: int) -> None:
 
 
 class _Local(threading.local):
-    call: Call | None = None
+    call: Call | None = None  # the schedule call that the thread is in
 
 
-_local = _Local()
+local = _Local()
 _numbers: dict[tuple[int, str], int] = {}
 _lost = False  # a call was not counted: nothing can be named any more
 os.register_at_fork(after_in_child=_numbers.clear)
-
-
-def current() -> Call | None:
-    """The schedule call that this thread is in."""
-    return _local.call
 
 
 def next_call(recorder: Recorder, info: GroupInfo) -> int:
@@ -201,7 +196,7 @@ def call_hook(site: Site, begin: Begin) -> Hook:
         recorder = runtime.recorder
         if recorder is None or _lost:
             return wrapped(*args, **kwargs)
-        outer = _local.call
+        outer = local.call
         start = now_ns()
         call: Call | None = None
         try:
@@ -211,36 +206,39 @@ def call_hook(site: Site, begin: Begin) -> Hook:
         except Exception as error:
             _lost = True
             site.fault(error)
-        _local.call = call
+        local.call = call
         try:
             result = wrapped(*args, **kwargs)
         except BaseException as error:
-            _ended(recorder, call, start, site, type(error).__name__)
+            try:
+                _ended(recorder, call, start, type(error).__name__)
+            except Exception as failure:
+                site.fault(failure)
             raise
         finally:
-            _local.call = outer
-        _ended(recorder, call, start, site, "")
+            local.call = outer
+        try:
+            _ended(recorder, call, start, "")
+        except Exception as error:
+            site.fault(error)
         return result
 
     return hook
 
 
-def _ended(recorder: Recorder, call: Call | None, start: int, site: Site, failure: str) -> None:
+def _ended(recorder: Recorder, call: Call | None, start: int, failure: str) -> None:
     if call is None:
         return
-    try:
-        recorder.record(
-            _CALL,
-            start,
-            now_ns(),
-            recorder.thread().index,
-            _FAILED if failure else 0,
-            recorder.strings.id(call.schedule),
-            call.info.name,
-            group_size=call.info.size,
-            detail=recorder.strings.id(failure),
-            a=call.number,
-            b=int(call.backward),
-        )
-    except Exception as error:
-        site.fault(error)
+    recorder.record(
+        _CALL,
+        start,
+        now_ns(),
+        recorder.thread().index,
+        _FAILED if failure else 0,
+        recorder.strings.id(call.schedule),
+        call.info.name,
+        group_size=call.info.size,
+        detail=recorder.strings.id(failure),
+        a=call.number,
+        b=int(call.backward),
+    )

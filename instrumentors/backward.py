@@ -28,48 +28,50 @@ def _hook(site: Site) -> Any:
                 site.fault(error)
             if recorder is None:
                 return wrapped(*args, **kwargs)
-        state = recorder.thread()
-        if state.backward:
+        try:
+            state = recorder.local.state
+            nested, state.backward = state.backward, 1
+        except Exception as error:
+            site.fault(error)
             return wrapped(*args, **kwargs)
-        if state.step is not None:  # a step of an optimizer that raised ends here
-            try:
-                state.step.settle(recorder, state)
-            except Exception as error:
-                site.fault(error)
-        state.backward = 1
+        if nested:
+            return wrapped(*args, **kwargs)
         start = now_ns()
         before = recorder.phase_code
         try:
             try:
+                if state.step is not None:  # a step of an optimizer that raised ends here
+                    state.step.settle(recorder, state)
                 recorder.phase(Phase.BACKWARD, start)
             except Exception as error:
                 site.fault(error)
             result = wrapped(*args, **kwargs)
         except BaseException as error:
-            _ended(recorder, state, start, before, site, error)
+            try:
+                _ended(recorder, state, start, before, error)
+            except Exception as failure:
+                site.fault(failure)
             raise
         finally:
             state.backward = 0
-        _ended(recorder, state, start, before, site, None)
+        try:
+            _ended(recorder, state, start, before, None)
+        except Exception as failure:
+            site.fault(failure)
         return result
 
     return hook
 
 
-def _ended(
-    recorder: Recorder, state: ThreadState, start: int, before: Phase, site: Site, error: BaseException | None
-) -> None:
-    try:
-        end = now_ns()
-        flags, detail = recorder.forward_backward, 0
-        if error is not None:
-            flags |= Flag.FAILED
-            detail = recorder.strings.id(type(error).__name__)
-        name = recorder.strings.id("backward")
-        recorder.record(Kind.BACKWARD, start, end, state.index, flags, name, detail=detail)
-        recorder.phase(before if before is Phase.OPTIMIZER else Phase.OTHER, end)  # an LBFGS closure stays in its step
-    except Exception as failure:
-        site.fault(failure)
+def _ended(recorder: Recorder, state: ThreadState, start: int, before: Phase, error: BaseException | None) -> None:
+    end = now_ns()
+    flags, detail = recorder.forward_backward, 0
+    if error is not None:
+        flags |= Flag.FAILED
+        detail = recorder.strings.id(type(error).__name__)
+    name = recorder.strings.id("backward")
+    recorder.record(Kind.BACKWARD, start, end, state.index, flags, name, detail=detail)
+    recorder.phase(before if before is Phase.OPTIMIZER else Phase.OTHER, end)  # an LBFGS closure stays in its step
 
 
 class BackwardInstrumentor(LensInstrumentor):

@@ -15,6 +15,7 @@ from lens_auto.guard import Site
 from lens_auto.recorder.layout import LIVE_SLOT, Flag, Kind
 
 if TYPE_CHECKING:
+    from lens_auto.recorder.device import Opened
     from lens_auto.recorder.recorder import Recorder, ThreadState
 
 # operation -> names of the argument whose size is `dl.comm.bytes`: what this rank puts in (all_gather: its shard;
@@ -52,6 +53,7 @@ _COLLECTIVE = int(Kind.COLLECTIVE)
 _ASYNC = int(Flag.ASYNC)
 _ENQUEUE = int(Flag.ENQUEUE)
 _FAILED = int(Flag.FAILED)
+_MEASURED = int(Flag.MEASURED)
 
 
 def communication_site(name: str) -> Site:
@@ -78,12 +80,17 @@ def _hook(operation: str, original: Callable[..., Any], sizes: tuple[str, ...], 
         recorder = runtime.recorder
         if recorder is None:
             return wrapped(*args, **kwargs)
-        state = recorder.local.state
-        if state.depth:
+        try:
+            state = recorder.local.state
+            nested, state.depth = state.depth, 1
+        except Exception as error:
+            site.fault(error)
             return wrapped(*args, **kwargs)
-        state.depth = 1
+        if nested:
+            return wrapped(*args, **kwargs)
         info: GroupInfo | None = None
         start = seq = nbytes = dtype = device = 0
+        opened: Opened | None = None
         shown = b""
         try:
             try:
@@ -102,6 +109,8 @@ def _hook(operation: str, original: Callable[..., Any], sizes: tuple[str, ...], 
                     info = group_info(recorder, group)
                     shown = info.show(operation, recorder)
                     nbytes, dtype, device = payload(recorder, value)
+                if device and recorder.device is not None:
+                    opened = recorder.device.open(value, bool(async_argument.of(args, kwargs)))
                 seq = info.number() + 1 - info.transfers[0] if info.native else next(info.counter)
                 start = _now()
                 _pack_slot(state.page, state.slot, start, seq, nbytes, dtype, shown, start)
@@ -113,7 +122,10 @@ def _hook(operation: str, original: Callable[..., Any], sizes: tuple[str, ...], 
             result = wrapped(*args, **kwargs) if kwargs else wrapped(*args)
         except BaseException as error:
             if info is not None:
-                ended(recorder, state, info, operation, start, seq, nbytes, dtype, _FAILED, site, error)
+                try:
+                    ended(recorder, state, info, operation, start, seq, nbytes, dtype, _FAILED, error)
+                except Exception as failure:
+                    site.fault(failure)
             raise
         finally:
             state.depth = 0
@@ -123,13 +135,17 @@ def _hook(operation: str, original: Callable[..., Any], sizes: tuple[str, ...], 
         if recorder.communication:
             try:
                 end = _now()
-                flags = recorder.communication | (_ENQUEUE if device else 0)
+                flags = recorder.communication
+                if device:
+                    flags |= _ENQUEUE if opened is None else _ENQUEUE | _MEASURED
                 asynchronous = result is not None and async_argument.of(args, kwargs)
                 if asynchronous:
                     flags |= _ASYNC
                 number = recorder.collective(shown, start, end, state.index, flags, seq, nbytes, dtype)
+                if opened is not None and recorder.device is not None:
+                    recorder.device.close(opened, (number,), start, end, wait=False)
                 if asynchronous and number >= 0:
-                    _comm.watch_result(result, number)
+                    _comm.watch_result(result, number, None if opened is None else opened.device)
             except Exception as error:
                 site.fault(error)
         return result
@@ -147,39 +163,34 @@ def ended(
     nbytes: int,
     dtype: int,
     flags: int,
-    site: Site,
     error: BaseException | None,
 ) -> int:
-    """Empty the slot and, with the group on, write the record; never raises.
+    """Empty the slot and, with the group on, write the record.
 
     Returns:
         The number of the record, or -1.
     """
-    try:
-        state.leave()
-        if not recorder.communication:
-            return -1
-        end = _now()
-        return recorder.record(
-            _COLLECTIVE,
-            start,
-            end,
-            state.index,
-            flags | recorder.communication,
-            recorder.strings.id(operation),
-            info.name,
-            dtype,
-            seq,
-            nbytes,
-            -1,
-            0,
-            info.size,
-            recorder.strings.id(type(error).__name__) if error is not None else 0,
-            end - start,
-        )
-    except Exception as failure:
-        site.fault(failure)
+    state.leave()
+    if not recorder.communication:
         return -1
+    end = _now()
+    return recorder.record(
+        _COLLECTIVE,
+        start,
+        end,
+        state.index,
+        flags | recorder.communication,
+        recorder.strings.id(operation),
+        info.name,
+        dtype,
+        seq,
+        nbytes,
+        -1,
+        0,
+        info.size,
+        recorder.strings.id(type(error).__name__) if error is not None else 0,
+        end - start,
+    )
 
 
 class CollectivesInstrumentor(LensInstrumentor):

@@ -111,6 +111,8 @@ class _Reducer:
             logger.set_runtime_stats_and_log()
             self.logger = logger
             self.read(recorder)
+        except Exception as error:
+            guard.site("DistributedDataParallel._pre_forward").fault(error)
         finally:
             self.logger = None
 
@@ -122,10 +124,7 @@ _registered = False
 
 def _flush_all() -> None:
     for each in list(_reducers.values()):
-        try:
-            each.flush()
-        except Exception as error:
-            guard.site("DistributedDataParallel._pre_forward").fault(error)
+        each.flush()
 
 
 def _after_fork() -> None:

@@ -21,6 +21,7 @@ from lens_auto.guard import Site
 from lens_auto.recorder.layout import Flag, Kind
 
 if TYPE_CHECKING:
+    from lens_auto.recorder.device import Opened
     from lens_auto.recorder.recorder import Recorder, ThreadState
 
 # Function -> the name of its operation.
@@ -61,14 +62,18 @@ _WAIT = int(Kind.WAIT)
 _ASYNC = int(Flag.ASYNC)
 _ENQUEUE = int(Flag.ENQUEUE)
 _FAILED = int(Flag.FAILED)
+_MEASURED = int(Flag.MEASURED)
 
 
 class _Issued:
     """An operation whose result is to be waited for."""
 
-    __slots__ = ("dtype", "info", "nbytes", "number", "operation", "seq")
+    __slots__ = ("device", "dtype", "info", "nbytes", "number", "operation", "seq")
 
-    def __init__(self, info: GroupInfo, operation: str, seq: int, nbytes: int, dtype: int, number: int) -> None:
+    def __init__(
+        self, info: GroupInfo, operation: str, seq: int, nbytes: int, dtype: int, number: int, device: int | None
+    ) -> None:
+        self.device = device  # on whose current stream the wait is measured; None: it is not
         self.info = info
         self.operation = operation
         self.seq = seq
@@ -137,10 +142,14 @@ def _hook(module: ModuleType, function: str, original: Callable[..., Any], site:
         recorder = runtime.recorder
         if recorder is None:
             return wrapped(*args, **kwargs)
-        state = recorder.thread()
-        if state.depth:
+        try:
+            state = recorder.local.state
+            nested, state.depth = state.depth, 1
+        except Exception as error:
+            site.fault(error)
             return wrapped(*args, **kwargs)
-        state.depth = 1
+        if nested:
+            return wrapped(*args, **kwargs)
         info: GroupInfo | None = None
         start = seq = nbytes = dtype = 0
         device = False
@@ -162,13 +171,19 @@ def _hook(module: ModuleType, function: str, original: Callable[..., Any], site:
             result = wrapped(*args, **kwargs)
         except BaseException as error:
             if info is not None:
-                ended(recorder, state, info, operation, start, seq, nbytes, dtype, _FAILED, site, error)
+                try:
+                    ended(recorder, state, info, operation, start, seq, nbytes, dtype, _FAILED, error)
+                except Exception as failure:
+                    site.fault(failure)
             raise
         finally:
             state.depth = 0
         if info is not None:
-            flags = _ENQUEUE if device else 0
-            _issued_now(recorder, state, info, operation, start, seq, nbytes, dtype, flags, result, site)
+            try:
+                flags = _ENQUEUE if device else 0
+                _issued_now(recorder, state, info, operation, start, seq, nbytes, dtype, flags, result)
+            except Exception as error:
+                site.fault(error)
         return result
 
     return hook
@@ -192,17 +207,19 @@ def _issued_now(
     dtype: int,
     flags: int,
     result: Any,
-    site: Site,
 ) -> None:
-    """The call returned: record it, and remember what is to be awaited; never raises."""
-    try:
-        results = _open_results(result)
-        flags |= _ASYNC if results else 0
-        number = ended(recorder, state, info, operation, start, seq, nbytes, dtype, flags, site, None)
-        if results:
-            _remember(results, _Issued(info, operation, seq, nbytes, dtype, number))
-    except Exception as failure:
-        site.fault(failure)
+    """The call returned: record it, and remember what is to be awaited."""
+    results = _open_results(result)
+    flags |= _ASYNC if results else 0
+    device: int | None = None
+    if results and flags & _ENQUEUE and recorder.device is not None and recorder.communication:
+        opened = recorder.device.open(results, asynchronous=True)
+        if opened is not None:
+            device = opened.device
+            flags |= _MEASURED
+    number = ended(recorder, state, info, operation, start, seq, nbytes, dtype, flags, None)
+    if results:
+        _remember(results, _Issued(info, operation, seq, nbytes, dtype, number, device))
 
 
 def _wait_hook(module: ModuleType, site: Site) -> Hook:
@@ -212,25 +229,29 @@ def _wait_hook(module: ModuleType, site: Site) -> Hook:
         recorder = runtime.recorder
         if recorder is None:
             return wrapped(*args, **kwargs)
-        state = recorder.thread()
         issued: _Issued | None = None
-        start = 0
+        opened: Opened | None = None
+        start = before = 0
         try:
+            state = recorder.local.state
+            before = state.depth
             tensor = args[0] if args else kwargs["tensor"]
             address = _address(_inner(tensor)) if _issued else 0
             if address and not _traces(module):
                 issued = _issued.pop(address, None)
             if issued is not None:
+                if issued.device is not None and recorder.device is not None:
+                    opened = recorder.device.open_again(issued.device)
                 start = _now()
-                if not state.depth:  # else the slot shows the call that waits
+                if not before:  # else the slot shows the call that waits
                     shown = issued.info.show(issued.operation, recorder)
                     state.enter(shown, start, issued.seq, issued.nbytes, issued.dtype)
+                state.depth = 1
         except Exception as error:
+            issued = None
             site.fault(error)
         if issued is None:
             return wrapped(*args, **kwargs)
-        before = state.depth
-        state.depth = 1
         failure: BaseException | None = None
         try:
             return wrapped(*args, **kwargs)
@@ -239,7 +260,12 @@ def _wait_hook(module: ModuleType, site: Site) -> Hook:
             raise
         finally:
             state.depth = before
-            _awaited(recorder, state, issued, start, site, failure, emptied=not before)
+            try:
+                end = _awaited(recorder, state, issued, start, failure, emptied=not before)
+                if end and opened is not None and recorder.device is not None:
+                    recorder.device.close(opened, (issued.number,), start, end, wait=True)
+            except Exception as error:
+                site.fault(error)
 
     return hook
 
@@ -249,24 +275,22 @@ def _awaited(
     state: ThreadState,
     issued: _Issued,
     start: int,
-    site: Site,
     error: BaseException | None,
     emptied: bool,
-) -> None:
-    try:
-        if emptied:
-            state.leave()
-        if issued.number < 0 or not recorder.communication:
-            return
-        end = _now()
-        flags = _FAILED if error is not None else 0
-        detail = recorder.strings.id(type(error).__name__) if error is not None else 0
-        name = recorder.strings.id("wait_tensor")
-        recorder.record(
-            _WAIT, start, end, state.index, flags, name, detail=detail, exposed_ns=end - start, ref=issued.number + 1
-        )
-    except Exception as failure:
-        site.fault(failure)
+) -> int:
+    """Empty the slot and record the wait. Returns when that was; 0 where it is not recorded."""
+    if emptied:
+        state.leave()
+    if issued.number < 0 or not recorder.communication:
+        return 0
+    end = _now()
+    flags = _FAILED if error is not None else 0
+    detail = recorder.strings.id(type(error).__name__) if error is not None else 0
+    name = recorder.strings.id("wait_tensor")
+    recorder.record(
+        _WAIT, start, end, state.index, flags, name, detail=detail, exposed_ns=end - start, ref=issued.number + 1
+    )
+    return end
 
 
 class FunctionalInstrumentor(LensInstrumentor):

@@ -195,10 +195,16 @@ def _operation_hook(site: Site) -> Hook:
     """A public operation of `P2PCommunicator`, which transfers the tensors of a microbatch one by one."""
 
     def hook(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recorder, call = runtime.recorder, _pipeline.current()
-        if recorder is None or not isinstance(call, _MegatronCall) or not call.transfers or _local.batch is not None:
+        recorder, call = runtime.recorder, _pipeline.local.call
+        if recorder is None or not isinstance(call, _MegatronCall) or _local.batch is not None:
             return wrapped(*args, **kwargs)
-        batch = _local.batch = _Batch()
+        try:
+            batch = _local.batch = _Batch() if call.transfers else None
+        except Exception as error:
+            batch = None
+            site.fault(error)
+        if batch is None:
+            return wrapped(*args, **kwargs)
         failure = ""
         try:
             return wrapped(*args, **kwargs)
@@ -219,7 +225,7 @@ def _communicate_hook(site: Site) -> Hook:
     """`P2PCommunicator._communicate`, where the tensors are known."""
 
     def hook(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recorder, call, batch = runtime.recorder, _pipeline.current(), _local.batch
+        recorder, call, batch = runtime.recorder, _pipeline.local.call, _local.batch
         result = wrapped(*args, **kwargs)
         if recorder is not None and isinstance(call, _MegatronCall) and batch is not None:
             try:
@@ -270,8 +276,8 @@ def _step_hook(function: str, site: Site) -> Hook:
     kind, direction = (Kind.PIPELINE_FORWARD, FORWARD) if forward else (Kind.PIPELINE_BACKWARD, BACKWARD)
 
     def hook(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recorder, call = runtime.recorder, _pipeline.current()
-        if recorder is None or not isinstance(call, _MegatronCall) or not call.microbatches:
+        recorder, call = runtime.recorder, _pipeline.local.call
+        if recorder is None or not isinstance(call, _MegatronCall):
             return wrapped(*args, **kwargs)
         start = now_ns()
         failure = ""
@@ -282,12 +288,13 @@ def _step_hook(function: str, site: Site) -> Hook:
             raise
         finally:
             try:
-                microbatch, stage = call.take(direction, call.order[direction]) or (-1, call.rank)
-                flags = _FAILED if failure else 0
-                if _comm.torch.cuda.is_initialized():
-                    flags |= _ENQUEUE
-                state = recorder.thread()
-                call.write_microbatch(recorder, state, kind, direction, stage, microbatch, start, flags, failure)
+                if call.microbatches:
+                    microbatch, stage = call.take(direction, call.order[direction]) or (-1, call.rank)
+                    flags = _FAILED if failure else 0
+                    if _comm.torch.cuda.is_initialized():
+                        flags |= _ENQUEUE
+                    state = recorder.thread()
+                    call.write_microbatch(recorder, state, kind, direction, stage, microbatch, start, flags, failure)
             except Exception as error:
                 site.fault(error)
 

@@ -86,7 +86,7 @@ def _operations_hook(method: str, site: Site) -> Hook:
 
     def hook(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operations = wrapped(*args, **kwargs)
-        recorder, call = runtime.recorder, _pipeline.current()
+        recorder, call = runtime.recorder, _pipeline.local.call
         if operations and recorder is not None and isinstance(call, _TorchCall):
             try:
                 microbatch = args[0] if args else kwargs[argument]
@@ -113,50 +113,53 @@ def _start_hook(site: Site) -> Hook:
     """`_batch_p2p`: the schedule starts operations."""
 
     def hook(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recorder, call = runtime.recorder, _pipeline.current()
-        if recorder is None or not isinstance(call, _TorchCall) or not call.given:
+        recorder, call = runtime.recorder, _pipeline.local.call
+        if recorder is None or not isinstance(call, _TorchCall):
             return wrapped(*args, **kwargs)
         operations = args[0] if args else kwargs.get("p2p_ops", ())
         start = now_ns()
         try:
             result = wrapped(*args, **kwargs)
         except BaseException as error:
-            _started(recorder, call, operations, start, None, type(error).__name__, site)
+            try:
+                _started(recorder, call, operations, start, None, type(error).__name__)
+            except Exception as failure:
+                site.fault(failure)
             raise
-        _started(recorder, call, operations, start, result, "", site)
+        try:
+            _started(recorder, call, operations, start, result, "")
+        except Exception as error:
+            site.fault(error)
         return result
 
     return hook
 
 
-def _started(
-    recorder: Recorder, call: _TorchCall, operations: Any, start: int, result: Any, failure: str, site: Site
-) -> None:
-    try:
-        end = now_ns()
-        given = [call.given.pop(id(operation), (None, None))[1] for operation in operations]
-        transfers = list(dict.fromkeys(each for each in given if each is not None))
-        if not transfers:
-            return
-        flags = _FAILED if failure else _ASYNC
-        if len(transfers) > 1:
-            flags |= _COALESCED
-        state = recorder.thread()
-        for transfer in transfers:
-            if transfer.number < 0:
-                call.write(recorder, state, transfer, start, end, flags, failure)
-        works = result if isinstance(result, list) else [] if result is None else [result]
-        if len(works) == len(given):
-            for work, its in zip(works, given, strict=True):
-                if its is not None and its.number >= 0:
-                    _pipeline.watch_too(work, its.number)
-        else:  # one work for all of them
-            for work in works:
-                for transfer in transfers:
-                    if transfer.number >= 0:
-                        _pipeline.watch_too(work, transfer.number)
-    except Exception as error:
-        site.fault(error)
+def _started(recorder: Recorder, call: _TorchCall, operations: Any, start: int, result: Any, failure: str) -> None:
+    if not call.given:
+        return
+    end = now_ns()
+    given = [call.given.pop(id(operation), (None, None))[1] for operation in operations]
+    transfers = list(dict.fromkeys(each for each in given if each is not None))
+    if not transfers:
+        return
+    flags = _FAILED if failure else _ASYNC
+    if len(transfers) > 1:
+        flags |= _COALESCED
+    state = recorder.thread()
+    for transfer in transfers:
+        if transfer.number < 0:
+            call.write(recorder, state, transfer, start, end, flags, failure)
+    works = result if isinstance(result, list) else [] if result is None else [result]
+    if len(works) == len(given):
+        for work, its in zip(works, given, strict=True):
+            if its is not None and its.number >= 0:
+                _pipeline.watch_too(work, its.number)
+    else:  # one work for all of them
+        for work in works:
+            for transfer in transfers:
+                if transfer.number >= 0:
+                    _pipeline.watch_too(work, transfer.number)
 
 
 # --- microbatches -----------------------------------------------------------------------------------------------------
@@ -179,8 +182,8 @@ def _computation_hook(method: str, site: Site) -> Hook:
     argument, kind, name_of = _COMPUTATIONS[method]
 
     def hook(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recorder, call = runtime.recorder, _pipeline.current()
-        if recorder is None or call is None or (kind is Kind.PIPELINE_BACKWARD and not call.backward):
+        recorder, call = runtime.recorder, _pipeline.local.call
+        if recorder is None or call is None:
             return wrapped(*args, **kwargs)
         start = now_ns()
         failure = ""
@@ -197,9 +200,10 @@ def _computation_hook(method: str, site: Site) -> Hook:
                 microbatch = args[0] if args else kwargs[argument]
                 name = name_of(args, kwargs)
                 state = recorder.thread()
-                call.write_microbatch(
-                    recorder, state, kind, name, instance.stage_index, microbatch, start, flags, failure
-                )
+                if kind is Kind.PIPELINE_FORWARD or call.backward:
+                    call.write_microbatch(
+                        recorder, state, kind, name, instance.stage_index, microbatch, start, flags, failure
+                    )
             except Exception as error:
                 site.fault(error)
 

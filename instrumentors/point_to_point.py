@@ -329,7 +329,7 @@ class _Counts:
 _counts: dict[GroupInfo, _Counts] = {}
 _named: set[tuple[int, str]] = set()  # names of groups that were counted, by initialization
 doubted: dict[int, _Channel] = {}  # channels with doubtful receives
-lost_since = -1  # the initialization in which a transfer was not counted
+lost_since = -1  # the initialization in which a transfer was not counted: from there on no order can be told
 
 
 def _forget() -> None:
@@ -367,12 +367,6 @@ def settle(recorder: Recorder) -> None:
     """Look which of the doubtful receives are over, and record whose messages they took."""
     for channel in list(doubted.values()):
         channel.settle(recorder)
-
-
-def _lose_count(recorder: Recorder) -> None:
-    """A transfer was not counted: from here on no order can be told."""
-    global lost_since
-    lost_since = recorder.init
 
 
 # --- one transfer -----------------------------------------------------------------------------------------------------
@@ -588,13 +582,18 @@ def _hook(operation: str, site: Site) -> Hook:
     blocks = kind is Kind.RECV and not asynchronous
 
     def hook(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        global lost_since
         recorder = runtime.recorder
         if recorder is None:
             return wrapped(*args, **kwargs)
-        state = recorder.thread()
-        if state.depth:
+        try:
+            state = recorder.local.state
+            nested, state.depth = state.depth, 1
+        except Exception as error:
+            site.fault(error)
             return wrapped(*args, **kwargs)
-        state.depth = 1
+        if nested:
+            return wrapped(*args, **kwargs)
         transfer: _Transfer | None = None
         channel: _Channel | None = None
         name = 0
@@ -611,22 +610,30 @@ def _hook(operation: str, site: Site) -> Hook:
                 transfer = None
             except Exception as error:
                 transfer = None
-                _lose_count(recorder)
+                lost_since = recorder.init
                 site.fault(error)
             result = wrapped(*args, **kwargs)
         except BaseException as error:
             if channel is not None:
                 channel.blocked -= 1
             if transfer is not None:
-                transfer.withdraw()
-                _ended(recorder, state, transfer, name, site, _FAILED | asynchronous, None, type(error).__name__)
+                try:
+                    transfer.withdraw()
+                    _ended(recorder, state, transfer, name, _FAILED | asynchronous, None, type(error).__name__)
+                except Exception as failure:
+                    lost_since = recorder.init
+                    site.fault(failure)
             raise
         finally:
             state.depth = 0
         if channel is not None:
             channel.blocked -= 1
         if transfer is not None:
-            _ended(recorder, state, transfer, name, site, asynchronous, result, "")
+            try:
+                _ended(recorder, state, transfer, name, asynchronous, result, "")
+            except Exception as error:
+                lost_since = recorder.init
+                site.fault(error)
         return result
 
     return hook
@@ -637,64 +644,76 @@ def _ended(
     state: ThreadState,
     transfer: _Transfer,
     name: int,
-    site: Site,
     flags: int,
     result: Any,
     failure: str,
 ) -> None:
-    """Empty the slot, write the record, watch the work; never raises."""
-    try:
-        state.leave()
-        if not failure:
-            transfer.count()
-        if not recorder.communication and transfer.receive is None:
-            if flags & _ASYNC:
-                transfer.not_recorded()
-            return
-        transfer.finish(recorder, state, name, flags, result, failure)
-    except Exception as error:
-        _lose_count(recorder)
-        site.fault(error)
+    """Empty the slot, write the record, watch the work."""
+    state.leave()
+    if not failure:
+        transfer.count()
+    if not recorder.communication and transfer.receive is None:
+        if flags & _ASYNC:
+            transfer.not_recorded()
+        return
+    transfer.finish(recorder, state, name, flags, result, failure)
 
 
 def _batch_hook(site: Site) -> Hook:
     """`batch_isend_irecv`: one record per operation of the list. Backends return a work each, or one for all."""
 
     def hook(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        global lost_since
         recorder = runtime.recorder
         if recorder is None:
             return wrapped(*args, **kwargs)
-        state = recorder.thread()
-        if state.depth:
+        try:
+            state = recorder.local.state
+            nested, state.depth = state.depth, 1
+        except Exception as error:
+            site.fault(error)
             return wrapped(*args, **kwargs)
-        state.depth = 1
+        if nested:
+            return wrapped(*args, **kwargs)
         transfers: list[tuple[_Transfer, int]] = []
         try:
             try:
-                for operation in args[0] if args else kwargs["p2p_op_list"]:
-                    transfers.append(_of_batch(recorder, operation))
-                for transfer, name in transfers:
-                    transfer.enter(state, name)
-            except Skip:  # it only traces
-                while transfers:
-                    transfers.pop()[0].withdraw()
+                try:
+                    for operation in args[0] if args else kwargs["p2p_op_list"]:
+                        transfers.append(_of_batch(recorder, operation))
+                    for transfer, name in transfers:
+                        transfer.enter(state, name)
+                except Skip:
+                    while transfers:
+                        transfers.pop()[0].withdraw()
             except Exception as error:
                 transfers.clear()
-                _lose_count(recorder)
+                lost_since = recorder.init
                 site.fault(error)
             result = wrapped(*args, **kwargs)
         except BaseException as error:
-            _batch_ended(recorder, state, transfers, site, None, type(error).__name__)
+            if transfers:  # nobody knows how far it came
+                lost_since = recorder.init
+            try:
+                _batch_ended(recorder, state, transfers, None, type(error).__name__)
+            except Exception as failure:
+                site.fault(failure)
             raise
         finally:
             state.depth = 0
-        _batch_ended(recorder, state, transfers, site, result, "")
+        try:
+            _batch_ended(recorder, state, transfers, result, "")
+        except Exception as error:
+            lost_since = recorder.init
+            site.fault(error)
         return result
 
     return hook
 
 
 def _of_batch(recorder: Recorder, operation: Any) -> tuple[_Transfer, int]:
+    if not isinstance(operation, _comm.c10d.P2POp):  # torch will say so
+        raise Skip
     name = operation.op.__name__
     kind = Kind.SEND if name == "isend" else Kind.RECV
     tag = operation.tag or 0
@@ -706,34 +725,27 @@ def _batch_ended(
     recorder: Recorder,
     state: ThreadState,
     transfers: list[tuple[_Transfer, int]],
-    site: Site,
     works: Any,
     failure: str,
 ) -> None:
     if not transfers:
         return
-    try:
-        state.leave()
-        if not failure:
-            for transfer, _ in transfers:
-                transfer.count()
-        flags = _FAILED | _ASYNC if failure else _ASYNC
-        each_has_one = isinstance(works, list) and len(works) == len(transfers)
-        if not each_has_one:
-            flags |= _COALESCED
-        results: Iterable[Any] = works if each_has_one else [works[0] if works else None] * len(transfers)
-        if failure:  # nobody knows how far it came
-            _lose_count(recorder)
-        numbers = [
-            transfer.finish(recorder, state, name, flags, result, failure)
-            for (transfer, name), result in zip(transfers, results, strict=True)
-        ]
-        if works and numbers[0] >= 0 and not each_has_one:
-            for work in works:
-                _comm.watch(work, tuple(numbers))
-    except Exception as error:
-        _lose_count(recorder)
-        site.fault(error)
+    state.leave()
+    if not failure:
+        for transfer, _ in transfers:
+            transfer.count()
+    flags = _FAILED | _ASYNC if failure else _ASYNC
+    each_has_one = isinstance(works, list) and len(works) == len(transfers)
+    if not each_has_one:
+        flags |= _COALESCED
+    results: Iterable[Any] = works if each_has_one else [works[0] if works else None] * len(transfers)
+    numbers = [
+        transfer.finish(recorder, state, name, flags, result, failure)
+        for (transfer, name), result in zip(transfers, results, strict=True)
+    ]
+    if works and numbers[0] >= 0 and not each_has_one:
+        for work in works:
+            _comm.watch(work, tuple(numbers))
 
 
 class PointToPointInstrumentor(LensInstrumentor):
@@ -758,6 +770,7 @@ class PointToPointInstrumentor(LensInstrumentor):
         patches.wrap(module, "batch_isend_irecv", _batch_hook(site), site)
 
     def _uninstrument(self, **kwargs: Any) -> None:
+        global lost_since
         if runtime.recorder is not None:
-            _lose_count(runtime.recorder)
+            lost_since = runtime.recorder.init
         super()._uninstrument(**kwargs)

@@ -38,10 +38,14 @@ def _hook(operation: str, site: Site) -> Hook:
                 site.fault(error)
         if recorder is None:
             return wrapped(*args, **kwargs)
-        state = recorder.thread()
-        if state.depth:
+        try:
+            state = recorder.local.state
+            nested, state.depth = state.depth, 1
+        except Exception as error:
+            site.fault(error)
             return wrapped(*args, **kwargs)
-        state.depth = 1
+        if nested:
+            return wrapped(*args, **kwargs)
         start = _now()
         try:
             try:
@@ -56,13 +60,19 @@ def _hook(operation: str, site: Site) -> Hook:
                 site.fault(error)
             result = wrapped(*args, **kwargs)
         except BaseException as error:
-            if initializes:  # the group that there was, if any, goes on
-                runtime.init_failed()
-            _ended(recorder, state, operation, start, site, None, error)
+            try:
+                if initializes:  # the group that there was, if any, goes on
+                    runtime.init_failed()
+                _ended(recorder, state, operation, start, None, error)
+            except Exception as failure:
+                site.fault(failure)
             raise
         finally:
             state.depth = 0
-        _ended(recorder, state, operation, start, site, result, None)
+        try:
+            _ended(recorder, state, operation, start, result, None)
+        except Exception as error:
+            site.fault(error)
         return result
 
     return hook
@@ -73,40 +83,36 @@ def _ended(
     state: ThreadState,
     operation: str,
     start: int,
-    site: Site,
     result: Any,
     error: BaseException | None,
 ) -> None:
-    try:
-        end = _now()
-        state.leave()
-        flags, detail, group, size = recorder.communication, 0, 0, 0
-        if error is not None:
-            flags |= Flag.FAILED
-            detail = recorder.strings.id(type(error).__name__)
-        elif operation == "init_process_group":
-            _comm.forget_groups()
-            _after_init(recorder)
-            result = _comm.c10d.GroupMember.WORLD
-        if isinstance(result, _comm.c10d.ProcessGroup):
-            info = _comm.group_info(recorder, result)
-            group, size = info.name, info.size
-            detail = recorder.strings.id(str(getattr(result, "group_desc", "")))
-        name = recorder.strings.id(operation)
-        recorder.record(
-            _KIND,
-            start,
-            end,
-            state.index,
-            flags,
-            name,
-            group=group,
-            group_size=size,
-            detail=detail,
-            exposed_ns=end - start,
-        )
-    except Exception as failure:
-        site.fault(failure)
+    end = _now()
+    state.leave()
+    flags, detail, group, size = recorder.communication, 0, 0, 0
+    if error is not None:
+        flags |= Flag.FAILED
+        detail = recorder.strings.id(type(error).__name__)
+    elif operation == "init_process_group":
+        _comm.forget_groups()
+        _after_init(recorder)
+        result = _comm.c10d.GroupMember.WORLD
+    if isinstance(result, _comm.c10d.ProcessGroup):
+        info = _comm.group_info(recorder, result)
+        group, size = info.name, info.size
+        detail = recorder.strings.id(str(getattr(result, "group_desc", "")))
+    name = recorder.strings.id(operation)
+    recorder.record(
+        _KIND,
+        start,
+        end,
+        state.index,
+        flags,
+        name,
+        group=group,
+        group_size=size,
+        detail=detail,
+        exposed_ns=end - start,
+    )
 
 
 class ProcessGroupInstrumentor(LensInstrumentor):

@@ -5,13 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrumentors import _comm, point_to_point
 from instrumentors._patch import Hook, LensInstrumentor, Patches
 from lens_auto import guard, runtime
 from lens_auto.guard import Site
 from lens_auto.recorder.layout import Flag, Kind, pack_operation
+
+if TYPE_CHECKING:
+    from lens_auto.recorder.device import Opened
+    from lens_auto.recorder.recorder import Recorder, ThreadState
 
 _now = time.monotonic_ns
 _WAIT = int(Kind.WAIT)
@@ -27,17 +31,24 @@ def _hook(site: Site) -> Hook:
         recorder = runtime.recorder
         if recorder is None:
             return wrapped(*args, **kwargs)
-        state = recorder.local.state
-        if state.depth:  # the wait inside a blocking call
+        try:
+            state = recorder.local.state
+            nested, state.depth = state.depth, 1
+        except Exception as error:
+            site.fault(error)
             return wrapped(*args, **kwargs)
-        state.depth = 1
+        if nested:  # the wait inside a blocking call
+            return wrapped(*args, **kwargs)
         numbers: tuple[int, ...] = ()
         start = name = 0
+        opened: Opened | None = None
         try:
             try:
                 watched = _comm.pending.get(id(instance))
                 if watched is not None:
                     numbers = watched.numbers
+                    if watched.device is not None and recorder.device is not None:
+                        opened = recorder.device.open_again(watched.device)
                 name = recorder.strings.id("wait")
                 start = _now()
                 state.enter(pack_operation(_WAIT, name, 0, 0, -1, 0), start)
@@ -45,46 +56,49 @@ def _hook(site: Site) -> Hook:
                 site.fault(error)
             result = wrapped(*args, **kwargs)
         except BaseException as error:
-            _ended(recorder, state, numbers, name, start, site, error)
+            try:
+                _ended(recorder, state, numbers, name, start, error)
+            except Exception as failure:
+                site.fault(failure)
             raise
         finally:
             state.depth = 0
-        _ended(recorder, state, numbers, name, start, site, None)
-        if point_to_point.doubted:  # the work knows now whose message it took
-            try:
+        try:
+            end = _ended(recorder, state, numbers, name, start, None)
+            if opened is not None and recorder.device is not None:
+                recorder.device.close(opened, numbers, start, end, wait=True)
+            if point_to_point.doubted:  # the work knows now whose message it took
                 point_to_point.settle(recorder)
-            except Exception as error:
-                site.fault(error)
+        except Exception as error:
+            site.fault(error)
         return result
 
     return hook
 
 
 def _ended(
-    recorder: Any,
-    state: Any,
+    recorder: Recorder,
+    state: ThreadState,
     numbers: tuple[int, ...],
     name: int,
     start: int,
-    site: Site,
     error: BaseException | None,
-) -> None:
-    try:
-        state.leave()
-        if not numbers:
-            return
-        end = _now()
-        flags = int(Flag.COALESCED) if len(numbers) > 1 else 0
-        detail = 0
-        if error is not None:
-            flags |= Flag.FAILED
-            detail = recorder.strings.id(type(error).__name__)
-        for number in numbers:
-            recorder.record(
-                _WAIT, start, end, state.index, flags, name, detail=detail, exposed_ns=end - start, ref=number + 1
-            )
-    except Exception as failure:
-        site.fault(failure)
+) -> int:
+    """Empty the slot, and record the wait of what is recorded. Returns when that was."""
+    state.leave()
+    if not numbers:
+        return 0
+    end = _now()
+    flags = int(Flag.COALESCED) if len(numbers) > 1 else 0
+    detail = 0
+    if error is not None:
+        flags |= Flag.FAILED
+        detail = recorder.strings.id(type(error).__name__)
+    for number in numbers:
+        recorder.record(
+            _WAIT, start, end, state.index, flags, name, detail=detail, exposed_ns=end - start, ref=number + 1
+        )
+    return end
 
 
 class WorkInstrumentor(LensInstrumentor):

@@ -12,7 +12,7 @@ from typing import Any
 from opentelemetry import baggage, context, trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
-from lens_auto import runtime
+from lens_auto import guard, runtime
 from lens_auto.groups import TrainingSpanGroup
 
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
@@ -40,8 +40,12 @@ class _IterationSpan(NonRecordingSpan):
 
     def get_span_context(self) -> SpanContext:
         """The iteration's; an invalid one where this process is no rank (yet), or its iterations are no spans."""
-        found = iteration_ids() if TrainingSpanGroup.STEP in runtime.groups else None
-        return trace.INVALID_SPAN_CONTEXT if found is None else SpanContext(*found, False, _SAMPLED)
+        try:
+            found = iteration_ids() if TrainingSpanGroup.STEP in runtime.groups else None
+            return trace.INVALID_SPAN_CONTEXT if found is None else SpanContext(*found, False, _SAMPLED)
+        except Exception as error:
+            guard.site("context").fault(error)
+            return trace.INVALID_SPAN_CONTEXT
 
 
 class _LiveBaggage(dict[str, object]):

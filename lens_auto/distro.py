@@ -9,7 +9,7 @@ from typing import Any
 from opentelemetry.instrumentation.distro import BaseDistro  # type: ignore[attr-defined]
 from opentelemetry.util._importlib_metadata import EntryPoint
 
-from lens_auto import runtime
+from lens_auto import guard, runtime
 
 logger = logging.getLogger("lens_auto")
 
@@ -24,19 +24,21 @@ class LensDistro(BaseDistro):  # type: ignore[misc]
 
     def _configure(self, **kwargs: Any) -> None:
         LensDistro.chosen = True
-        runtime.configure()
+        try:
+            runtime.configure()
+        except Exception as error:
+            _failed(error)
 
     def load_instrumentor(self, entry_point: EntryPoint, **kwargs: Any) -> None:
         """Load one instrumentor. Ours stay out while we are disabled; a failing one costs one line."""
-        settings = runtime.configure()
-        if settings.disabled and entry_point.value.startswith(_ours):
-            return
         try:
+            if entry_point.value.startswith(_ours) and runtime.configure().disabled:
+                return
             super().load_instrumentor(entry_point, **kwargs)
         except ModuleNotFoundError:
             raise  # the loader's own word for "the library is not installed"
         except Exception as error:
-            logger.warning("lens-auto: instrumentor %s failed (%s) and is left out", entry_point.name, error)
+            guard.tell(f"instrumentor {entry_point.name} failed ({error}) and is left out")
 
 
 class LensConfigurator:
@@ -44,21 +46,31 @@ class LensConfigurator:
 
     def configure(self, **kwargs: Any) -> None:
         """Called once by `opentelemetry-instrument`."""
-        from lens_auto import providers
+        try:
+            from lens_auto import providers
 
-        runtime.configure()
-        providers.install()
+            runtime.configure()
+            providers.install()
+        except Exception as error:
+            _failed(error)
 
 
 def pre_instrument() -> None:
     """Runs before the first instrumentor, also where another distro was loaded first; says so in one line."""
-    settings = runtime.configure()
-    if settings.disabled or LensDistro.chosen or os.environ.get("OTEL_PYTHON_DISTRO"):
-        return
-    if os.environ.get(runtime.LAUNCHER_VARIABLE) == str(os.getpid()):
-        logger.warning(
-            "lens-auto: another OpenTelemetry distro is installed and was loaded instead of ours; training is recorded"
-            " all the same; set OTEL_PYTHON_DISTRO=%s and OTEL_PYTHON_CONFIGURATOR=%s to choose lens-auto",
-            ENTRY_POINT,
-            ENTRY_POINT,
-        )
+    try:
+        settings = runtime.configure()
+        if settings.disabled or LensDistro.chosen or os.environ.get("OTEL_PYTHON_DISTRO"):
+            return
+        if os.environ.get(runtime.LAUNCHER_VARIABLE) == str(os.getpid()):
+            logger.warning(
+                "lens-auto: another OpenTelemetry distro is installed and was loaded instead of ours; training is"
+                " recorded all the same; set OTEL_PYTHON_DISTRO=%s and OTEL_PYTHON_CONFIGURATOR=%s to choose lens-auto",
+                ENTRY_POINT,
+                ENTRY_POINT,
+            )
+    except Exception as error:
+        _failed(error)
+
+
+def _failed(error: Exception) -> None:
+    guard.tell(f"it could not be set up ({type(error).__name__}: {error}); the program runs without what is missing")

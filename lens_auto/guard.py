@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Callable
+from typing import Any
 
 logger = logging.getLogger("lens_auto")
 
 MAX_FAULTS = 3
 
 _sites: dict[str, Site] = {}
+_told = False  # that something failed: one line in a process is enough, the report names the rest
 
 
 class Site:
@@ -41,20 +45,64 @@ class Site:
         self.refresh()
 
     def fault(self, error: Exception) -> None:
-        """Count a failure of ours; the first is logged, the third switches the site off."""
+        """Count a failure of ours; the third switches the site off, with one line. Nothing else comes out of here but
+        what a signal handler of the program raised while code of ours ran: that is the program's.
+        """
+        theirs = False
+        try:
+            theirs = _of_signal_handler(error)
+            if not theirs:
+                self._count(error)
+        except Exception:  # a filter of the program's logging, an error that cannot be shown
+            self.reason = self.reason or (type(error).__name__ if self.faults >= MAX_FAULTS else "")
+        if theirs is True:
+            raise error
+
+    def _count(self, error: Exception) -> None:
         self.faults += 1
-        what = f"{type(error).__name__}: {error}"
         if self.faults == 1:
             logger.debug("lens-auto: hook %s failed", self.name, exc_info=error)
         if self.faults == MAX_FAULTS:
-            self.reason = what
             self.gate.clear()
-            logger.warning(
-                "lens-auto: hook %s failed %d times (%s) and is off now; the training program is not affected",
-                self.name,
-                self.faults,
-                what,
+            self.reason = f"{type(error).__name__}: {error}"
+            tell(
+                f"hook {self.name} failed {self.faults} times ({self.reason}) and is off now; the training program"
+                " is not affected, `lens-auto report` names what else is off"
             )
+
+
+def tell(what: str) -> None:
+    """Log that something of ours failed, once in a process."""
+    global _told
+    if not _told:
+        _told = True
+        logger.warning("lens-auto: %s", what)
+
+
+def _of_signal_handler(error: BaseException) -> bool:
+    """Whether an exception came out of a signal handler of the program, which Python runs wherever we are."""
+    codes = set()
+    traceback = error.__traceback__
+    while traceback is not None:
+        codes.add(traceback.tb_frame.f_code)
+        traceback = traceback.tb_next
+    return any(_code_of(signal.getsignal(number)) in codes for number in signal.valid_signals())
+
+
+def _code_of(handler: Any) -> Any:
+    function = getattr(handler, "func", handler)  # of a partial
+    function = getattr(function, "__func__", function)
+    if not hasattr(function, "__code__"):
+        function = vars(type(function)).get("__call__")
+    return getattr(function, "__code__", handler)
+
+
+def _forget_told() -> None:
+    global _told
+    _told = False
+
+
+os.register_at_fork(after_in_child=_forget_told)
 
 
 def site(name: str, wanted: Callable[[], bool] = lambda: True) -> Site:
@@ -79,3 +127,9 @@ def switched_off() -> dict[str, str]:
 def fault_count() -> int:
     """Failures of ours in this process so far, over all sites."""
     return sum(each.faults for each in _sites.values())
+
+
+if "NEMO_LENS_FAULT" in os.environ:  # a test wants to see what happens when something of ours fails
+    from lens_auto import faults
+
+    faults.install(os.environ[faults.VARIABLE])

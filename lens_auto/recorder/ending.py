@@ -44,7 +44,10 @@ class Ending:
         previous = self._previous = sys.excepthook
 
         def excepthook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
-            self.note(value, traceback)
+            try:
+                self.note(value, traceback)
+            except Exception as problem:
+                guard.site("ending").fault(problem)
             previous(kind, value, traceback)
 
         self._hook = sys.excepthook = excepthook
@@ -67,14 +70,11 @@ class Ending:
             self.note(error, error.__traceback__)
 
     def note(self, error: BaseException, traceback: TracebackType | None) -> None:
-        """Remember an exception that ends the process; never raises."""
-        try:
-            if self.failure is None:
-                self.failure = self._describe(error, traceback)
-                self._keeper.touch()
-                self._keeper.recorder.wake.set()
-        except Exception as problem:
-            guard.site("ending").fault(problem)
+        """Remember an exception that ends the process."""
+        if self.failure is None:
+            self.failure = self._describe(error, traceback)
+            self._keeper.touch()
+            self._keeper.recorder.wake.set()
 
     def _describe(self, error: BaseException, traceback: TracebackType | None) -> dict[str, Any]:
         recorder = self._keeper.recorder

@@ -130,11 +130,13 @@ class Housekeeper:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
+            pause_s = TICK_S
             try:
                 self.tick()
+                pause_s = self._pause_s()
             except Exception as error:
                 guard.site("housekeeper").fault(error)
-            self.recorder.wake.wait(self._pause_s())
+            self.recorder.wake.wait(pause_s)
             self.recorder.wake.clear()
 
     def _pause_s(self) -> float:
