@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import json
 import os
+import random
 import resource
 import signal
 import socket
@@ -550,6 +551,19 @@ def barrier_at_the_end(rank: int) -> None:
         time.sleep(1.5)
     dist.monitored_barrier(timeout=timedelta(seconds=10))
     finish()
+
+
+@case
+def ends_anywhere(rank: int) -> None:
+    """Ranks end at any moment of the agreement and of the carrier's connecting, some without destroying the group."""
+    draw = random.Random(int(os.environ["SEED"]) * 2 + rank)
+    init()
+    deadline = time.monotonic() + draw.uniform(0.0, 0.9)
+    while time.monotonic() < deadline:
+        train(1, sync=False)
+    del told["weights"]
+    if draw.random() < 0.3:
+        finish()
 
 
 @case

@@ -109,6 +109,12 @@ PLANS = [
         for second in ("broadcast", "derived", "off")
         if first != second
     ),
+    Plan("plain", env=everywhere(TORCH_DISTRIBUTED_DEBUG="DETAIL"), slow=True, name="torch's own checks on"),
+    Plan("plain", env=everywhere(USE_LIBUV="0"), slow=True, name="the other kind of store server"),
+    *(
+        Plan("ends_anywhere", env=everywhere(SEED=str(number)), carrier="", slow=True, name=f"ends_anywhere {number}")
+        for number in range(12)
+    ),
     Plan("forks", slow=True),
     Plan("store_in_use", carrier="", slow=True),
     Plan("threads_that_train", slow=True),

@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 from lens_auto.groups import TrainingSpanGroup
-from lens_auto.iteration.store import StoreAccess
+from lens_auto.iteration.store import StoreAccess, patient_store
 
 logger = logging.getLogger("lens_auto")
 
@@ -224,9 +224,11 @@ class Carrier:
                     return None
         self.state = "connecting"
         timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
-        prefixed = c10d.PrefixStore(self._key("group"), store.raw)
-        group = c10d.ProcessGroupGloo(prefixed, self._rank, self._world_size, timeout)
+        meeting = patient_store(store, self._key("group"), self._stopping)
+        _keep_forever(meeting)
+        group = c10d.ProcessGroupGloo(meeting, self._rank, self._world_size, timeout)
         _keep_forever(group)
+        store.close()
         return group
 
     def _patient(self, deadline: float) -> bool:

@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import os
 import select
+import threading
+import time
 import weakref
+from datetime import timedelta
 from typing import Any, Protocol
+
+WAIT_TIMEOUT_S = 20.0
+WAIT_LOOK_S = 0.02
 
 
 class Store(Protocol):
     """The part of `torch.distributed.Store` that we use."""
 
-    def set(self, key: str, value: str, /) -> Any: ...
+    def set(self, key: str, value: str | bytes, /) -> Any: ...
     def check(self, keys: list[str], /) -> bool: ...
     def get(self, key: str, /) -> bytes: ...
 
@@ -30,31 +36,63 @@ class StoreGone(ConnectionError):
 
 
 class Client:
-    """A client that looks whether the server is there before each operation.
-
-    Attributes:
-        raw: torch's own object.
-    """
+    """A client that looks whether the server is there before each operation, and raises StoreGone if not."""
 
     def __init__(self, access: StoreAccess, raw: Any) -> None:
         self._access = access
-        self.raw = raw
+        self._raw = raw
 
-    def set(self, key: str, value: str) -> None:
-        """As torch's. Raises StoreGone."""
-        self._access.ensure()
-        self.raw.set(key, value)
+    def set(self, key: str, value: str | bytes) -> None:
+        """As torch's."""
+        self._there().set(key, value)
 
     def check(self, keys: list[str]) -> bool:
-        """As torch's. Raises StoreGone."""
-        self._access.ensure()
-        return bool(self.raw.check(keys))
+        """As torch's."""
+        return bool(self._there().check(keys))
 
     def get(self, key: str) -> bytes:
-        """As torch's. Raises StoreGone."""
-        self._access.ensure()
-        found: bytes = self.raw.get(key)
+        """As torch's."""
+        found: bytes = self._there().get(key)
         return found
+
+    def close(self) -> None:
+        """Let the server have its descriptor back."""
+        self._raw = None
+
+    def _there(self) -> Any:
+        self._access.ensure()
+        if self._raw is None:
+            raise StoreGone
+        return self._raw
+
+
+def patient_store(client: Client, prefix: str, stopping: threading.Event) -> Any:
+    """A store for a process group of our own: its waits end when we are to stop, or with the server, without a word.
+
+    torch's own waits in C++ until the timeout, and prints a stack trace where the server goes meanwhile.
+    """
+    from torch._C._distributed_c10d import Store as TorchStore
+
+    class PatientStore(TorchStore):
+        def set(self, key: str, value: Any) -> None:
+            client.set(f"{prefix}/{key}", value)
+
+        def check(self, keys: list[str]) -> bool:
+            return client.check([f"{prefix}/{key}" for key in keys])
+
+        def get(self, key: str) -> bytes:
+            self.wait([key])
+            return client.get(f"{prefix}/{key}")
+
+        def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+            deadline = time.monotonic() + (timeout.total_seconds() if timeout is not None else WAIT_TIMEOUT_S)
+            while not self.check(keys):
+                if stopping.wait(WAIT_LOOK_S):
+                    raise InterruptedError("this process ends")
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no rank has set {keys[:4]}")
+
+    return PatientStore()
 
 
 class StoreAccess:
