@@ -48,6 +48,8 @@ class Program:
 _HUGGING_FACE = Environment("hugging-face", (TORCH, "transformers==5.24.0", "accelerate==1.15.0"))
 _DEEPSPEED = Environment("deepspeed", (TORCH, "deepspeed==0.19.8"), build=(TORCH, "setuptools", "wheel"))
 _MEGATRON = Environment("megatron", (TORCH, "megatron-core==0.16.1"))
+# From 0.3 on, attention in its language models needs a CUDA device.
+_TORCHTITAN = Environment("torchtitan", (TORCH, "torchtitan==0.2.2", "triton"))
 _LIGHTNING = Environment("lightning", (TORCH, "lightning==2.6.6"))
 
 PROGRAMS_OF_FRAMEWORKS: tuple[Program, ...] = (
@@ -94,6 +96,13 @@ PROGRAMS_OF_FRAMEWORKS: tuple[Program, ...] = (
         _MEGATRON,
         "megatron-core",
         (*TORCHRUN, "{programs}/megatron_gpt.py"),
+    ),
+    Program(
+        "torchtitan",
+        "torchtitan, Llama 3 debug model, tensor parallel, on CPU",
+        _TORCHTITAN,
+        "torchtitan",
+        (*TORCHRUN, "{programs}/torchtitan_llama.py", "2"),
     ),
 )
 
