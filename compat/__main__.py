@@ -113,7 +113,7 @@ def _table(rows: list[Row]) -> Table:
     table = Table(title="With lens-auto and without", title_justify="left", pad_edge=False, show_lines=True)
     for column in COLUMNS:
         table.add_column(column)
-    table.add_column("", no_wrap=True)
+    table.add_column("", no_wrap=True, min_width=7)
     for row in rows:
         cells = [Text(cell.replace("`", "")) for cell in row.cells()]
         table.add_row(*cells, Text(row.verdict, style=_STYLES[row.verdict]))

@@ -1,6 +1,6 @@
 """torchtitan: its Llama 3 debug model, made on the meta device, sharded by its own code, with its optimizers.
 
-`torchtitan_llama.py TENSOR_PARALLEL`. Its `Trainer` wants a CUDA device; its parts take the device from torch, where the
+`torchtitan_llama.py TENSOR_PARALLEL`. Its `Trainer` wants a CUDA device; its parts take it from torch, where the
 program says "cpu". They are unmodified.
 """
 
