@@ -21,7 +21,7 @@ from lens_auto.export.kept import kept_spans
 from lens_auto.export.lane import Candidate, Lane, OtherRanks
 from lens_auto.export.spans import Span
 from lens_auto.recorder import layout
-from lens_auto.recorder.layout import SEGMENT_RECORDS, Flag, Kind
+from lens_auto.recorder.layout import SEGMENT_RECORDS, Flag, Kind, Phase
 from lens_auto.recorder.read import RunDirectory
 
 
@@ -70,6 +70,28 @@ def by_id(spans: list[Span]) -> dict[bytes, Span]:
     return found
 
 
+class Device:
+    """What the device of a rank took becomes known an iteration or several later."""
+
+    def __init__(self, writer: Writer, draw: random.Random) -> None:
+        self.writer = writer
+        self.draw = draw
+        self.pending: list[dict[str, Any]] = []
+
+    def operation(self, number: int) -> None:
+        start, flags = self.writer.now, Flag.SPAN | Flag.ENQUEUE | Flag.MEASURED
+        found = self.writer.take(Kind.COLLECTIVE, 1, flags, name="all_reduce", seq=5000 + number, init=1)
+        at = {"start": start, "end": self.writer.now}
+        self.pending.append({"kind": Kind.DEVICE_TIME, **at, "ref": found + 1, "a": number, "b": 1, "c": 2})
+
+    def boundary(self) -> None:
+        now = self.writer.now
+        self.pending.append({"kind": Kind.DEVICE_MARK, "start": now, "end": now, "b": int(now), "c": 2})
+        self.pending.append({"kind": Kind.DEVICE_MEMORY, "start": now - 1e-6, "end": now - 1e-6, "a": int(now), "b": 7})
+        while self.pending and self.draw.random() < 0.9:
+            self.writer.add(**self.pending.pop(0), flags=0)
+
+
 def eventful(iterations: int, seed: int) -> Writer:
     """A rank with passes of evaluation, checkpoints, waits that come late or never, transfers and failures."""
     draw = random.Random(seed)
@@ -77,6 +99,7 @@ def eventful(iterations: int, seed: int) -> Writer:
     loader = writer.loader()
     waiting: list[int] = []
     doubtful: list[int] = []
+    device = Device(writer, draw) if seed % 2 else None
     for number in range(iterations):
         writer.fetch(loader)
         writer.wait(1)
@@ -103,8 +126,15 @@ def eventful(iterations: int, seed: int) -> Writer:
                 writer.add(Kind.WAIT, writer.now, writer.now + 1, ref=receive, name="wait")
         if draw.random() < 0.1:
             writer.take(Kind.COLLECTIVE, 1, Flag.SPAN | Flag.FAILED, name="barrier", detail="RuntimeError")
+        if draw.random() < 0.1:
+            writer.wait(20)
+            writer.add(Kind.HANG, writer.now - 15, writer.now, name="all_reduce", seq=number, a=Phase.OTHER)
+        if device is not None:
+            device.operation(number)
         writer.step()
         writer.boundary()
+        if device is not None:
+            device.boundary()
         if draw.random() < 0.15:
             passes = writer.loader()
             for _ in range(draw.randrange(1, 4)):
@@ -171,6 +201,70 @@ def test_part_after_part_is_the_whole(tmp_path: Path, seed: int) -> None:
     (whole,) = read_spans(growing.node.run_dir).values()
     assert by_id(endpoint.spans) == by_id(whole)
     assert growing.node.kept() == 0
+
+
+def test_a_hang_is_told_while_it_lasts(tmp_path: Path) -> None:
+    """Nothing else of the open iteration is known; the span is the one that a reader of the whole makes."""
+    writer = rank(0, 6, world_size=1)
+    writer.fetch(1)
+    writer.wait(500)
+    since = {"iteration": 6, "a": Phase.FORWARD}
+    hang = writer.add(Kind.HANG, writer.now - 400, writer.now, name="all_reduce", seq=9, **since)
+    hung = len(writer.records)
+    writer.backward()
+    writer.step()
+    writer.boundary()
+    growing = Growing(tmp_path, writer)
+    endpoint = Endpoint()
+    lane = new_lane(endpoint)
+    growing.show(hang)
+    drain(lane, growing.node, ended=False)
+    before = len(endpoint.spans)
+    assert before and "lens.hang" not in {span.name for span in endpoint.spans}
+    growing.show(hung)
+    drain(lane, growing.node, ended=False)
+    assert [span.name for span in endpoint.spans[before:]] == ["lens.hang"]
+    lane = new_lane(endpoint)  # another exporter process goes on
+    drain(lane, growing.node, ended=False)
+    assert len(endpoint.spans) == before + 1
+    growing.close()
+    drain(lane, growing.node, ended=True)
+    (whole,) = read_spans(growing.node.run_dir).values()
+    assert by_id(endpoint.spans) == by_id(whole)
+    (span,) = [span for span in whole if span.name == "lens.hang"]
+    (iteration,) = [each for each in whole if each.attributes.get("dl.iteration") == 6]
+    (link,) = span.links
+    assert (link.trace_id, link.span_id) == (iteration.trace_id, iteration.span_id)
+
+
+def test_a_device_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its times come an iteration or several later; where they never come, a minute is enough."""
+    writer = rank(0, 0, world_size=1)
+    draw = random.Random(1)
+    draw.random = lambda: 1.0  # type: ignore[method-assign]
+    device = Device(writer, draw)
+    for number in range(8):
+        writer.backward()
+        device.operation(number)
+        writer.step()
+        writer.boundary()
+        device.boundary()
+        if number == 3:  # what it has done by now is known: two iterations
+            for each in device.pending[:6]:
+                writer.add(**each, flags=0)
+    growing = Growing(tmp_path, writer)
+    growing.show(len(growing.records))
+    endpoint = Endpoint()
+    lane = new_lane(endpoint)
+    drain(lane, growing.node, ended=False)
+    assert [span.attributes["dl.iteration"] for span in endpoint.spans if span.name == "train.iteration"] == [0, 1]
+    assert [span.attributes.get("dl.device.memory.reserved") for span in endpoint.spans[:2]] == [7, 7]
+    (first, second) = [span for span in endpoint.spans if span.name == "torch.distributed.all_reduce"]
+    assert [each.attributes["dl.comm.device_duration_ns"] for each in (first, second)] == [0, 1]
+    later = synthetic.MONOTONIC_0 + 100_000_000_000
+    monkeypatch.setattr(stream, "time", SimpleNamespace(monotonic_ns=lambda: later))
+    drain(lane, growing.node, ended=False)
+    assert len([span for span in endpoint.spans if span.name == "train.iteration"]) == 6
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 3])

@@ -123,13 +123,20 @@ def _communication(writer: WriterFiles, stretch: Stretch, done: Mask) -> dict[Se
     values: dict[Series, Float64Array] = {}
     calls = find_calls(stretch.records, stretch.iterations)
     over = done[calls.rows]
-    duration_s = (calls.end_ns - calls.start_ns) / 1e9
+    duration_s = calls.duration_ns / 1e9
+    by_events = calls.measured & ~calls.by_flight
+    timings = (
+        (semconv.TIMING_HOST, ~calls.enqueued & ~calls.measured),
+        (semconv.TIMING_HOST_ENQUEUE, calls.enqueued & ~calls.measured),
+        (semconv.TIMING_CUDA_EVENT, by_events),
+        (semconv.TIMING_FLIGHT_RECORDER, calls.by_flight),
+    )
     names, sizes = data["name"][calls.rows], data["bytes"][calls.rows].astype(np.float64)
     for number in np.unique(names[over]).tolist():
         operation = writer.string(number) or "unknown"
         of = over & (names == number)
         values[Series(training.COMM_SIZE, operation)] = sizes[of]
-        for timing, taken in ((semconv.TIMING_HOST, ~calls.enqueued), (semconv.TIMING_HOST_ENQUEUE, calls.enqueued)):
+        for timing, taken in timings:
             values[Series(training.COMM_DURATION, operation, timing)] = duration_s[of & ~calls.unknown & taken]
     # The reducer's own logger: one for each of its iterations; its sizes are zero where the flight recorder has them.
     rows = np.flatnonzero((data["kind"] == Kind.DDP) & done)

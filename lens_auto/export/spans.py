@@ -17,6 +17,8 @@ import numpy.typing as npt
 from lens_auto import semconv
 from lens_auto.export import pipeline_spans
 from lens_auto.groups import TrainingSpanGroup as Group
+from lens_auto.iteration import bandwidth
+from lens_auto.iteration.bandwidth import Transfers
 from lens_auto.iteration.device_times import DeviceClock, operation_times
 from lens_auto.iteration.origin import span_of
 from lens_auto.iteration.rule import Int64Array, Iterations, Mask, find_iterations
@@ -46,6 +48,7 @@ _AMBIGUOUS = int(Flag.AMBIGUOUS)
 _END_UNKNOWN = int(Flag.END_UNKNOWN)
 _FLIGHT = int(Flag.FLIGHT)
 _UNKNOWN_PREFIX = "lens.record."
+_NOTHING: Int64Array = np.empty(0, dtype=np.int64)
 _CHUNK = 16_384
 
 
@@ -176,6 +179,7 @@ class _Survey:
         self._kept: dict[str, Looked] = {}
         self._iterations_of_first: dict[bytes, int] = {}
         sends: list[tuple[npt.NDArray[np.uint64], Int64Array]] = []
+        transfers: dict[tuple[bytes, int], list[tuple[WriterFiles, Transfers]]] = {}
         kept_bytes = 0
         for writer in run.writers:
             looked = self.look(writer)
@@ -185,6 +189,14 @@ class _Survey:
             if writer.info.rank == 0 and Group.STEP in writer.info.groups:
                 self._iterations_of_first[looked.seed] = len(looked.iterations)
             sends.append(_sends(looked))
+            found = bandwidth.find_transfers(looked.records.data, looked.records.numbers, writer.string)
+            if len(found):
+                transfers.setdefault((looked.seed, writer.info.world_size), []).append((writer, found))
+        self._transfers: dict[str, tuple[Int64Array, Int64Array]] = {}
+        for writers in transfers.values():
+            times = bandwidth.transfer_times([each for _, each in writers], [writer.string for writer, _ in writers])
+            for (writer, each), took_ns in zip(writers, times, strict=True):
+                self._transfers[writer.name] = (each["number"], took_ns)
         self._send_ids = np.concatenate([found for found, _ in sends]) if sends else np.empty(0, dtype=np.uint64)
         self._send_traces = np.concatenate([found for _, found in sends]) if sends else np.empty(0, dtype=np.int64)
         order = np.argsort(self._send_ids, kind="stable")
@@ -201,6 +213,13 @@ class _Survey:
     def has_first(self, seed: bytes, iteration: int) -> bool:
         """Whether rank 0 has a span for this iteration."""
         return iteration < self._iterations_of_first.get(seed, 0)
+
+    def transfer_ns(self, writer: str, number: int) -> int | None:
+        """How long the transfer of a collective took; None where the times of its ranks do not tell."""
+        numbers, took_ns = self._transfers.get(writer, (_NOTHING, _NOTHING))
+        index = int(np.searchsorted(numbers, number))
+        known = index < len(numbers) and numbers[index] == number and took_ns[index] > 0
+        return int(took_ns[index]) if known else None
 
     def send_iteration(self, span_id: bytes, sender: int, iteration: int) -> int | None:
         """In which iteration's trace a send lies, -1 for the job's; None where the sender is not in this run."""
@@ -253,10 +272,10 @@ class _Place:
         kind = records.data["kind"]
         self.in_job: Mask = (iterations.record_iteration < 0) | np.isin(kind, _JOB_KINDS)
         placed = self.tile >= 0
-        # A hang is told before the piece that it lies in is over: it is in no piece, whenever it is looked at.
-        self.tile[kind == Kind.HANG] = -1
-        placed &= kind != Kind.HANG
         self.in_job[placed] |= self.tile_in_job[self.tile[placed]]
+        # A hang is told before anybody can know what it lies in: it is in the job's trace, whenever it is looked at.
+        self.tile[kind == Kind.HANG] = -1
+        self.in_job[kind == Kind.HANG] = True
 
     def _tile_ids(self, records: Records, iterations: Iterations) -> list[bytes | None]:
         writer, tiles = self._writer, iterations.tiles
@@ -395,6 +414,14 @@ class Others(Protocol):
 
     def has_first(self, seed: bytes, iteration: int) -> bool:
         """Whether rank 0 has a span for this iteration."""
+
+    def transfer_ns(self, writer: str, number: int) -> int | None:
+        """How long the transfer of a collective took, by the times of all its ranks; None where they do not tell.
+
+        Args:
+            writer: name of one that recorded it.
+            number: of its record.
+        """
 
     def send_iteration(self, span_id: bytes, sender: int, iteration: int) -> int | None:
         """In which iteration's trace the span of a send lies, -1 for the job's; None where it is not exported.
@@ -634,10 +661,14 @@ class SpanMaker:
                     _measured(attributes, took_ns)
                 if record.kind in _JOB_KINDS:
                     span.links = self._iteration_link(iteration)
+                if record.kind == Kind.HANG and record.a != Phase.START_UP:
+                    span.links = self._iteration_link(record.iteration)
                 if record.flags & _FAILED:
                     self._fail(span, record.detail)
                 if record.kind in _AWAITED_KINDS:
                     self._complete(span, row, record)
+                if record.kind == Kind.COLLECTIVE:
+                    self._add_bandwidth(span, row, record)
                 if record.kind == Kind.RECV:
                     self._link_to_send(span, record, iteration, in_job)
                 elif record.kind == Kind.PIPELINE_RECV:
@@ -790,6 +821,15 @@ class SpanMaker:
             span.attributes[semconv.DL_COMM_EXPOSED_NS] = exposed_ns
         else:
             span.attributes[semconv.LENS_TIMING_SOURCE] = semconv.TIMING_HOST_ENQUEUE
+
+    def _add_bandwidth(self, span: Span, row: int, record: _Record) -> None:
+        took_ns = self._survey.transfer_ns(self._writer.name, int(self._numbers[row]))
+        if took_ns is None:
+            return
+        operation, size = self._writer.string(record.name), record.group_size
+        algorithm = bandwidth.whole_bytes(operation, record.bytes, size) / took_ns * 1e9
+        span.attributes[semconv.DL_COMM_ALGORITHM_BANDWIDTH] = algorithm
+        span.attributes[semconv.DL_COMM_BUS_BANDWIDTH] = algorithm * bandwidth.bus_factor(operation, size)
 
     @staticmethod
     def _complete_by_device(span: Span, duration_ns: int, exposed_ns: int, by_flight: bool) -> None:

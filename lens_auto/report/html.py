@@ -16,7 +16,7 @@ from lens_auto.report.match import attempts, match
 from lens_auto.report.summary import PHASES, Summary
 from lens_auto.report.text import footer
 from lens_auto.report.verdicts import Judge, without_warm_up
-from lens_auto.report.words import duration, percent, size
+from lens_auto.report.words import duration, percent, rate, size
 from lens_auto.report.work import Source
 
 if TYPE_CHECKING:
@@ -131,6 +131,7 @@ def _data(
                 "median": "-" if each.median_ns is None else duration(each.median_ns),
                 "exposed": "-" if each.exposed_ns is None else duration(each.exposed_ns),
                 "share": "-" if each.exposed_share is None else percent(each.exposed_share),
+                "bus": ", ".join(f"{rate(one.bus)} ({one.group_size} ranks)" for one in each.bandwidth) or "-",
             }
             for each in summary.operations
         ],

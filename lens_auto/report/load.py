@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lens_auto import semconv
+from lens_auto.iteration.bandwidth import Transfers, find_transfers
+from lens_auto.iteration.device_times import operation_times
 from lens_auto.iteration.rule import Int64Array, Iterations, Mask, find_iterations
 from lens_auto.recorder.layout import Flag, Kind, Phase
 from lens_auto.recorder.read import Records, RunDirectory, Status, WriterFiles
@@ -27,7 +29,7 @@ class Operations:
 
     name: str
     bytes: int
-    duration_ns: Int64Array  # call to the end of its last wait, of calls whose end is known
+    duration_ns: Int64Array  # call to the end of its last wait, of calls whose end is known; the device's where it is
     count: int
     end_unknown: int
     exposed_ns: int  # time of the training thread, inside of iterations
@@ -65,6 +67,7 @@ class LoadedWriter:
     iterations: Iterations
     work: Work
     operations: list[Operations]
+    transfers: Transfers
     position: Position | None
     records: int
     holes: int
@@ -94,6 +97,7 @@ def load_writer(writer: WriterFiles) -> LoadedWriter:
         iterations=iterations,
         work=find_work(writer, records, iterations),
         operations=_operations(writer, records, iterations) + _reducer(writer, records, iterations),
+        transfers=find_transfers(records.data, records.numbers, writer.string),
         position=position_of(writer),
         records=len(records),
         holes=records.holes,
@@ -109,17 +113,26 @@ class Calls:
         rows: where each is among the records.
         start_ns: its call.
         end_ns: the end of its last wait.
-        exposed_ns: for how long the training thread was held, inside of iterations; 0 where the host cannot tell.
-        unknown: its end is not known.
-        enqueued: it enqueued device work: the host cannot tell how long it was exposed.
+        duration_ns: what the device took where that was measured, else from the call to the end of the last wait.
+        exposed_ns: for how long the training thread, or its stream, was held, inside of iterations; 0 where it is not
+            known.
+        unknown: its end is not known, nor its duration.
+        enqueued: it enqueued device work.
+        measured: the duration was measured on the device.
+        by_flight: by torch's flight recorder, rather than by events.
+        exposed_unknown: the host cannot tell how long it was exposed, and no event did.
     """
 
     rows: Int64Array
     start_ns: Int64Array
     end_ns: Int64Array
+    duration_ns: Int64Array
     exposed_ns: Int64Array
     unknown: Mask
     enqueued: Mask
+    measured: Mask
+    by_flight: Mask
+    exposed_unknown: Mask
 
 
 def find_calls(records: Records, iterations: Iterations) -> Calls:
@@ -139,14 +152,23 @@ def find_calls(records: Records, iterations: Iterations) -> Calls:
         enqueued[at[(data["flags"][wait] & Flag.ENQUEUE) != 0]] = True
         waited[at] = True
     unknown = ((flags & Flag.END_UNKNOWN) != 0) | (((flags & Flag.ASYNC) != 0) & ~waited)
-    exposed_ns[enqueued | (iterations.record_iteration[rows] < 0)] = 0
-    return Calls(rows, start_ns, end_ns, exposed_ns, unknown, enqueued)
+    times = operation_times(data, records.numbers, rows)
+    measured = times.duration_ns >= 0
+    exposed_ns = np.where(times.exposed_ns >= 0, times.exposed_ns, exposed_ns)
+    exposed_unknown = enqueued & (times.exposed_ns < 0)
+    exposed_ns[exposed_unknown | (iterations.record_iteration[rows] < 0)] = 0
+    duration_ns = np.where(measured, times.duration_ns, end_ns - start_ns)
+    unknown &= ~measured
+    by_flight = times.by_flight
+    return Calls(
+        rows, start_ns, end_ns, duration_ns, exposed_ns, unknown, enqueued, measured, by_flight, exposed_unknown
+    )
 
 
 def _operations(writer: WriterFiles, records: Records, iterations: Iterations) -> list[Operations]:
     data = records.data
     calls = find_calls(records, iterations)
-    rows, unknown, enqueued = calls.rows, calls.unknown, calls.enqueued
+    rows, unknown = calls.rows, calls.unknown
     found = []
     name = data["name"][rows]
     for number in np.unique(name).tolist():
@@ -155,11 +177,11 @@ def _operations(writer: WriterFiles, records: Records, iterations: Iterations) -
             Operations(
                 name=writer.string(number) or "unknown",
                 bytes=sum(data["bytes"][rows[of]].tolist()),
-                duration_ns=(calls.end_ns - calls.start_ns)[of & ~unknown],
+                duration_ns=calls.duration_ns[of & ~unknown],
                 count=int(np.count_nonzero(of)),
                 end_unknown=int(np.count_nonzero(of & unknown)),
                 exposed_ns=int(calls.exposed_ns[of].sum()),
-                exposed_unknown=int(np.count_nonzero(of & enqueued)),
+                exposed_unknown=int(np.count_nonzero(of & calls.exposed_unknown)),
             )
         )
     return found

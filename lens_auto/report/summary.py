@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lens_auto.iteration.bandwidth import Bandwidth, bandwidths
 from lens_auto.recorder.layout import Phase
 from lens_auto.recorder.read import RunDirectory, Status
 from lens_auto.report.goodput import Goodput, goodput, restarts
@@ -95,6 +96,7 @@ class OperationSummary:
     end_unknown: int
     exposed_ns: int | None  # None: device work was enqueued, the host cannot tell
     exposed_share: float | None  # of the time of all iterations of all ranks
+    bandwidth: list[Bandwidth]  # by size of the group
 
 
 @dataclass
@@ -177,7 +179,9 @@ def summarize(run: RunDirectory, loaded: Sequence[LoadedWriter], problems: Itera
         ranks=ranks,
         iterations=IterationTimes.of(training_ns, total_ns),
         phase_share=_shares(sum((each.iterations.phase_ns.sum(axis=0) for each in loaded), np.zeros(len(Phase)))),
-        operations=_operations([operations for each in loaded for operations in each.operations], total_ns),
+        operations=_operations(
+            [operations for each in loaded for operations in each.operations], total_ns, _bandwidths(tries)
+        ),
         what_if=analysis.what_if,
         comparison=analysis,
         goodput=spent,
@@ -249,7 +253,17 @@ def _in_flight(position: Position) -> list[dict[str, Any]]:
     return [dataclasses.asdict(each) for each in position.in_flight]
 
 
-def _operations(all_operations: Sequence[Operations], total_ns: int) -> list[OperationSummary]:
+def _bandwidths(tries: list[list[LoadedWriter]]) -> list[Bandwidth]:
+    """Of the attempt that has the most of it."""
+    found = [
+        bandwidths([each.transfers for each in writers], [each.writer.string for each in writers]) for writers in tries
+    ]
+    return max(found, key=lambda each: sum(one.count for one in each), default=[])
+
+
+def _operations(
+    all_operations: Sequence[Operations], total_ns: int, bandwidth: Sequence[Bandwidth]
+) -> list[OperationSummary]:
     by_name: dict[str, list[Operations]] = defaultdict(list)
     for operations in all_operations:
         by_name[operations.name].append(operations)
@@ -267,6 +281,7 @@ def _operations(all_operations: Sequence[Operations], total_ns: int) -> list[Ope
                 end_unknown=sum(part.end_unknown for part in parts),
                 exposed_ns=exposed_ns if known else None,
                 exposed_share=exposed_ns / total_ns if known and total_ns > 0 else None,
+                bandwidth=[each for each in bandwidth if each.operation == name],
             )
         )
     return sorted(found, key=lambda each: (-(each.exposed_ns or 0), -each.count, each.operation))

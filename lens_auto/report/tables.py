@@ -207,10 +207,10 @@ class Tables:
             iterations = find_iterations(records.data, records.numbers, writer.last_sign_ns)
             calls = find_calls(records, iterations)
             data = records.data[calls.rows]
-            duration = (calls.end_ns - calls.start_ns).astype(np.float64)
+            duration = calls.duration_ns.astype(np.float64)
             duration[calls.unknown] = np.nan
             exposed = calls.exposed_ns.astype(np.float64)
-            exposed[calls.enqueued] = np.nan
+            exposed[calls.exposed_unknown] = np.nan
             parts.append(
                 {
                     "attempt": np.full(len(data), self._of(each)),

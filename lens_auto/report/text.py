@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lens_auto.recorder.read import Status
-from lens_auto.report.summary import PHASES, RankSummary, Summary
-from lens_auto.report.words import duration, named, size
+from lens_auto.report.summary import PHASES, OperationSummary, RankSummary, Summary
+from lens_auto.report.words import duration, named, rate, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -169,8 +169,11 @@ def _work_table(summary: Summary) -> Table:
 
 
 def _operation_table(summary: Summary) -> Table:
-    table = _table(("operation",), ("count", "bytes", "median", "exposed", "share of iterations"))
+    carried = any(each.bandwidth for each in summary.operations)
+    columns = ("algorithm bandwidth", "bus bandwidth") if carried else ()
+    table = _table(("operation",), ("count", "bytes", "median", "exposed", "share of iterations", *columns))
     for each in summary.operations:
+        rates = (_rates(each, "algorithm"), _rates(each, "bus")) if carried else ()
         table.add_row(
             Text(each.operation),
             f"{each.count:,}",
@@ -178,8 +181,17 @@ def _operation_table(summary: Summary) -> Table:
             _optional_duration(each.median_ns),
             _optional_duration(each.exposed_ns),
             "-" if each.exposed_share is None else f"{each.exposed_share:.1%}",
+            *rates,
         )
     return table
+
+
+def _rates(operation: OperationSummary, which: str) -> str:
+    """Its bandwidth; with the number of ranks where there are groups of several sizes."""
+    found = operation.bandwidth
+    several = len({each.group_size for each in found}) > 1
+    ranks = [f" ({each.group_size} ranks)" if several else "" for each in found]
+    return ", ".join(f"{rate(getattr(each, which))}{of}" for each, of in zip(found, ranks, strict=True)) or "-"
 
 
 def footer(summary: Summary) -> list[str]:

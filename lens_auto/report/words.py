@@ -45,6 +45,15 @@ def size(count: float) -> str:
     return f"{count:.0f} B" if unit == "B" else f"{three_digits(count)} {unit}"
 
 
+def rate(bytes_per_second: float) -> str:
+    """A bandwidth to three digits, in powers of 1000 as links are sold."""
+    for unit in ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"):
+        if bytes_per_second < 999.5 or unit == "TB/s":
+            break
+        bytes_per_second /= 1000
+    return f"{three_digits(bytes_per_second)} {unit}"
+
+
 def long_duration(ns: float) -> str:
     """A time that may be hours, in the unit that suits it."""
     for unit, size in _LONG_UNITS:
