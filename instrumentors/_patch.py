@@ -204,12 +204,7 @@ def guarded(install: Callable[[ModuleType], None]) -> Callable[[ModuleType], Non
         try:
             install(module)
         except Exception as error:
-            guard.logger.warning(
-                "lens-auto: %s could not be patched (%s: %s); it is not recorded",
-                module.__name__,
-                type(error).__name__,
-                error,
-            )
+            guard.lost(module.__name__, error)
 
     return hook
 
@@ -232,7 +227,7 @@ class LensInstrumentor(BaseInstrumentor):  # type: ignore[misc]
         try:  # OpenTelemetry's own loader leaves out all instrumentors after one that raises
             self._install_all()
         except Exception as error:
-            guard.logger.warning("lens-auto: %s failed (%s: %s)", type(self).__name__, type(error).__name__, error)
+            guard.lost(type(self).__name__, error)
 
     def _install_all(self) -> None:
         if runtime.configure().disabled:

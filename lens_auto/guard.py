@@ -71,6 +71,14 @@ class Site:
             )
 
 
+def lost(name: str, error: Exception) -> None:
+    """Something of ours could not be put in at all: the report says so like of a hook that is off."""
+    each = site(name)
+    each.reason = f"{type(error).__name__}: {error}"
+    each.gate.clear()
+    tell(f"{name} could not be patched ({each.reason}); it is not recorded, `lens-auto report` names what else is not")
+
+
 def tell(what: str) -> None:
     """Log that something of ours failed, once in a process."""
     global _told

@@ -1,22 +1,29 @@
 """Every hook of ours, run for real on two ranks while one function of ours fails: a program for `test_faults.py`.
 
     fault_cases.py FOLDER bare|each|wide
+    fault_cases.py FOLDER life FILE MODE...
 
-`bare`: not instrumented. `each`: all functions that the hooks call, one after another, fail in every mode. Both ranks
-write what they computed, and what went wrong, to FOLDER/<rank>.json.
+`bare`: not instrumented. `each`: all functions that the hooks call fail, one after another; `wide`: in all hooks that
+call them, and in every mode. Both ranks write what they computed, and what went wrong, to FOLDER/<rank>.json. `life`: functions that run when a
+process becomes a rank, while it is one and when it ends; a pair of ranks for each, a line of JSON for each pair; FILE
+says which functions are `known` otherwise, or those which are to fail `only`.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import gc
 import json
 import os
 import random
+import signal
+import socket
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,6 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 WORLD = 2
+LIFE_S = 40.0
 PACKAGES = (f"{os.sep}lens_auto{os.sep}", f"{os.sep}instrumentors{os.sep}")
 Part = Callable[["Job"], list[Any]]
 parts: dict[str, Part] = {}
@@ -393,7 +401,7 @@ def each_fails(job: Job, expected: dict[str, list[Any]], said: dict[str, Any], s
         if function in entries or not can_fail(function):
             continue
         where = [name for name in parts if name in (both[0][2].get(function, []) + both[1][2].get(function, []))]
-        for mode in faults.MODES:
+        for mode in faults.MODES if wide else faults.MODES[:2]:
             if mode == "sleep" and ".<locals>." in function:
                 continue
             key = f"{function}:{mode}"
@@ -418,11 +426,104 @@ def each_fails(job: Job, expected: dict[str, list[Any]], said: dict[str, Any], s
             said["lines"][key] = os.read(stderr, 1 << 16).decode()
 
 
+# --- whole lives ------------------------------------------------------------------------------------------------------
+
+
+def live(rank: int, path: str, function: str, mode: str, port: int) -> None:
+    """In a forked child: instrument, be a rank, end. The name of no function: tell which there are."""
+    stderr = os.open(f"{path}.err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(stderr, 2)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD))
+    os.environ.update(MASTER_PORT=str(port), NEMO_LENS_RUN_DIR=f"{path[:-2]}.run")
+    from lens_auto import faults
+
+    if function:
+        faults.put(function, mode)
+    said: dict[str, Any] = {}
+    with contextlib.nullcontext() if function else watched() as seen:
+        if mode != "bare":
+            instrument()
+        init()
+        parameter = torch.nn.Parameter(full(rank))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        for _ in range(4):
+            parameter.square().sum().backward()
+            dist.all_reduce(parameter.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        dist.destroy_process_group()
+        said["numbers"] = numbers([parameter])
+        atexit._run_exitfuncs()
+    if seen is not None:
+        called, entered = seen.names()
+        said["functions"] = sorted(name for name in called - entered if can_fail(name))
+    said["struck"] = faults.current.struck if faults.current else 0
+    with open(f"{path}.json", "w") as file:
+        json.dump(said, file)
+    os._exit(0)
+
+
+def pair(folder: str, function: str, mode: str) -> dict[str, Any]:
+    """Two ranks from begin to end, and how it was."""
+    begun = time.monotonic()
+    path = tempfile.mkdtemp(dir=folder)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    pids = []
+    for rank in range(WORLD):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                live(rank, f"{path}/{rank}", function, mode, port)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        pids.append(pid)
+    codes = []
+    for pid in pids:
+        while (found := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < begun + LIFE_S:
+            time.sleep(0.01)
+        if found[0] == 0:
+            os.kill(pid, signal.SIGKILL)
+            found = os.waitpid(pid, 0)
+        codes.append(os.waitstatus_to_exitcode(found[1]))
+    result: dict[str, Any] = {"function": function, "mode": mode, "codes": codes, "ranks": [], "lines": []}
+    for rank in range(WORLD):
+        with contextlib.suppress(FileNotFoundError), open(f"{path}/{rank}.json") as file:
+            result["ranks"].append(json.load(file))
+        with open(f"{path}/{rank}.err") as file:
+            result["lines"].append(file.read())
+    result["seconds"] = time.monotonic() - begun
+    return result
+
+
+def lives(folder: str, modes: list[str], known: list[str], only: list[str]) -> None:
+    for each in entry_points(group="opentelemetry_instrumentor"):
+        if each.value.startswith("instrumentors."):
+            each.load()  # imported once for all
+    from lens_auto.recorder import housekeeper  # noqa: F401
+
+    names: list[str] = []
+    for mode in ("bare",) if only else ("bare", "lens"):
+        found = pair(folder, "", mode)
+        names = sorted({name for rank in found["ranks"] for name in rank.pop("functions")})
+        print(json.dumps(found), flush=True)
+    todo = [(name, mode) for name in only or names if name not in known for mode in modes]
+    for name, mode in todo:
+        if not (mode == "sleep" and ".<locals>." in name):
+            print(json.dumps(pair(folder, name, mode)), flush=True)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     faulthandler.enable()
     warnings.simplefilter("ignore")
     folder, how = sys.argv[1:3]
+    if how == "life":
+        with open(sys.argv[3]) as file:
+            lives(folder, sys.argv[4:], **json.load(file))
+        sys.exit(0)
     pids = []
     for number in range(WORLD):
         pid = os.fork()
