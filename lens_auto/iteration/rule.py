@@ -510,7 +510,8 @@ def _closures(events: _Events) -> tuple[Int64Array, Int64Array]:
     step = np.flatnonzero(events.of(Kind.OPTIMIZER_STEP)[:-1] & ~events.inside_backward[:-1])
     backward = step + 1
     of_it = (kind[backward] == Kind.BACKWARD) & (start_ns[backward] > start_ns[step] + 1)
-    of_it &= end_ns[backward] <= end_ns[step]
+    # (One without an end, cut off where the step ended, is not in it.)
+    of_it &= (start_ns[backward] < end_ns[step]) & (end_ns[backward] <= end_ns[step])
     step, backward = step[of_it], backward[of_it]
     # What begins after the backward and still within the step: another backward, of another call of the closure.
     later = np.searchsorted(start_ns, end_ns[backward])
