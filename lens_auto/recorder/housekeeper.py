@@ -32,6 +32,7 @@ logger = logging.getLogger("lens_auto")
 
 TICK_S = 0.25
 AGREEING_TICK_S = 0.02
+AGREEMENT_USUAL_NS = 3_000_000_000
 AGREEMENT_PATIENCE_S = 1.0  # in all, of ends: that of the process group, that of the process
 STORE_PATIENCE_S = 0.3  # of an end, for a store that does not answer
 CARRIER_PATIENCE_S = 0.5  # the same, for peers that do not answer
@@ -334,8 +335,10 @@ class Housekeeper:
             self.sharing.settle(CARRIER_PATIENCE_S)
 
     def await_agreement(self, limit_s: float = 1.0) -> None:
-        """Give a job that was so short a moment to agree, once and for all."""
+        """Give a job that was so short a moment to agree, once and for all; ranks that had the time never will."""
         agreement = self.agreement
+        if time.monotonic_ns() - self._begun_ns > AGREEMENT_USUAL_NS:
+            limit_s = min(limit_s, 0.1)
         deadline = time.monotonic() + min(limit_s, self._patience_s)
         while agreement is not None and not agreement.finished and time.monotonic() < deadline:
             self.recorder.wake.set()
