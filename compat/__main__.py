@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from compat import frameworks, torch_tests, versions
+from compat import frameworks, straggler, torch_tests, versions
 from compat.environment import ROOT, Environments
 from compat.row import COLUMNS, Row, write_table
 
@@ -42,6 +42,7 @@ def _torch_tests(environments: Environments, folder: Path) -> Row:
 CHECKS: dict[str, tuple[str, Check]] = {
     "torch-tests": ("PyTorch's own distributed tests, all of them", _torch_tests),
     **{each.name: (each.title, partial(frameworks.check, each)) for each in frameworks.PROGRAMS_OF_FRAMEWORKS},
+    "lightning-straggler": (straggler.TITLE, partial(straggler.check, frameworks.LIGHTNING)),
 }
 for _torch, _python in versions.VERSIONS:
     CHECKS[f"training-{_torch}-{_python}"] = (
@@ -69,8 +70,6 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         console.print(_table(rows))
         _explain(console, rows)
-    if not options.no_page:
-        write_table(PAGE, rows)
     return 1 if any(row.problem for row in rows) or not any(row.verdict == "ok" for row in rows) else 0
 
 
@@ -106,6 +105,8 @@ def _run(names: list[str], options: argparse.Namespace) -> list[Row]:
             took = f"{time.monotonic() - begun:.0f} s"
             console.print(f"{index}/{len(names)} {name}: {row.verdict}, {took}", markup=False, highlight=False)
             rows.append(row)
+            if not options.no_page:
+                write_table(PAGE, [row])
     return rows
 
 

@@ -50,7 +50,7 @@ _DEEPSPEED = Environment("deepspeed", (TORCH, "deepspeed==0.19.8"), build=(TORCH
 _MEGATRON = Environment("megatron", (TORCH, "megatron-core==0.16.1"))
 # From 0.3 on, attention in its language models needs a CUDA device.
 _TORCHTITAN = Environment("torchtitan", (TORCH, "torchtitan==0.2.2", "triton"))
-_LIGHTNING = Environment("lightning", (TORCH, "lightning==2.6.6"))
+LIGHTNING = Environment("lightning", (TORCH, "lightning==2.6.6"))
 
 PROGRAMS_OF_FRAMEWORKS: tuple[Program, ...] = (
     Program(
@@ -72,7 +72,7 @@ PROGRAMS_OF_FRAMEWORKS: tuple[Program, ...] = (
         Program(
             f"lightning-{how}",
             f'Lightning, `strategy="{strategy}"` ({how})',
-            _LIGHTNING,
+            LIGHTNING,
             "lightning",
             ("python", "{programs}/lightning_ddp.py", strategy),
         )
@@ -111,13 +111,17 @@ def check(program: Program, environments: Environments, folder: Path) -> Row:
     """Run a program bare and instrumented, and hold what was found against what it reported."""
     try:
         prepared = environments.prepare(program.environment)
-        version = f"{prepared.version(program.distribution)}, torch {prepared.version('torch')}"
+        version = f"torch {prepared.version('torch')}"
+        if program.distribution != "torch":
+            version = f"{prepared.version(program.distribution)}, {version}"
     except Unavailable as reason:
         return Row(program.title, unavailable=str(reason))
     bare = _run(program, prepared, folder / "bare", ())
     instrumented = _run(program, prepared, folder / "instrumented", ("opentelemetry-instrument",))
-    found = _found(instrumented.run_dir) if instrumented.run_dir.exists() else []
     reported = _reported(instrumented)
+    found = _found(instrumented.run_dir) if instrumented.run_dir.exists() else []
+    if all(evaluations is None for _, evaluations in reported):  # it does not count them
+        found = [(steps, None) for steps, _ in found]
     return Row(
         program.title,
         version,
@@ -125,7 +129,7 @@ def check(program: Program, environments: Environments, folder: Path) -> Row:
         _how(instrumented, bare),
         _shown(reported),
         _shown(found),
-        _problem(program, bare, instrumented, found),
+        problem(program.ranks, bare, instrumented, found),
     )
 
 
@@ -152,23 +156,18 @@ def _found(run_dir: Path) -> list[tuple[int, int | None]]:
     return [(iterations, evaluations) for _, iterations, evaluations in sorted(counted)]
 
 
-def _problem(program: Program, bare: Ended, instrumented: Ended, found: list[tuple[int, int | None]]) -> str:
+def problem(ranks: int, bare: Ended, instrumented: Ended, found: list[tuple[int, int | None]]) -> str:
     """What is wrong, in one line; empty where nothing is."""
     if bare.problem:
         return f"bare: {bare.problem}"
     if instrumented.problem:
         return f"instrumented: {instrumented.problem}"
     reported = _reported(instrumented)
-    if len(reported) != program.ranks or not all(steps for steps, _ in reported):
-        return f"it trained nothing, or not on {program.ranks} ranks: {_shown(reported)}"
+    if len(reported) != ranks or not all(steps for steps, _ in reported):
+        return f"it trained nothing, or not on {ranks} ranks: {_shown(reported)}"
     if bare.results != instrumented.results:
         return f"steps or numbers differ: bare {bare.results}, instrumented {instrumented.results}"
-    told = found
-    if all(evaluations is None for _, evaluations in reported):  # it does not count them
-        told = [(steps, None) for steps, _ in found]
-    if told != reported:
-        return f"reported {_shown(reported)}, found {_shown(found)}"
-    return ""
+    return "" if found == reported else f"reported {_shown(reported)}, found {_shown(found)}"
 
 
 def _how(ended: Ended, bare: Ended) -> str:

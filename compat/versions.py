@@ -35,7 +35,7 @@ def check_training(torch: str, python: str, environments: Environments, folder: 
     """A training program, its numbers compared to the last bit."""
     program = Program(
         f"training-{torch}-{python}",
-        f"DDP, FSDP and hooks, torch {torch}, Python {python}",
+        f"training, torch {torch}, Python {python}",
         environment(torch, python),
         "torch",
         (*TORCHRUN, "{programs}/training_bitwise.py"),
