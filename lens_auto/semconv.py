@@ -168,6 +168,18 @@ WANDB_PROJECT = "wandb.project"
 
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
+HW_ID = "hw.id"
+HW_NAME = "hw.name"
+HW_TYPE = "hw.type"
+HW_TEMPERATURE = "hw.temperature"  # Cel
+HW_POWER = "hw.power"  # W
+HW_GPU_UTILIZATION = "hw.gpu.utilization"  # 1
+HW_GPU_MEMORY_USAGE = "hw.gpu.memory.usage"  # By
+HW_GPU_SPEED = "hw.gpu.speed"  # Hz
+HW_GPU_THROTTLED = "hw.gpu.throttled"  # 1 or 0
+HW_GPU_THROTTLE_REASON = "hw.gpu.throttle_reason"
+HW_GPU_INDEX = "hw.gpu.index"  # as NVML counts
+
 GEN_AI_OPERATION_NAME = "gen_ai.operation.name"
 GEN_AI_PROVIDER_NAME = "gen_ai.provider.name"
 GEN_AI_REQUEST_MODEL = "gen_ai.request.model"

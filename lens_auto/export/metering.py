@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from opentelemetry.sdk.metrics import Counter
@@ -25,6 +25,7 @@ from opentelemetry.sdk.metrics.export import (
 )
 
 from lens_auto import pipelines
+from lens_auto.export.gpus import Gpus, find_gpus
 from lens_auto.export.lane import LOOK_SHARE, Candidate, Progress
 from lens_auto.export.metrics import Measured, RankMetrics, measure
 from lens_auto.export.spans import resource_of
@@ -48,14 +49,17 @@ class Feed:
     Args:
         name: of the exporter, as `OTEL_METRICS_EXPORTER` has it.
         make: makes the reader; OSError where its port is taken by another job of this node, and may become free.
+        gpus: of this node; they go with what ranks say.
     """
 
-    def __init__(self, name: str, make: Callable[[], MetricReader]) -> None:
+    def __init__(self, name: str, make: Callable[[], MetricReader], gpus: Gpus | None = None) -> None:
         self.name = name
         self._make = make
         self._reader: MetricReader | None = None
         self._delta = False
         self._ranks: dict[str, RankMetrics] = {}
+        self._gpus = gpus
+        self._resource: Mapping[str, Any] = {}  # of a rank of this node
         self._lock = threading.Lock()
         self._added = self._handed = 0
         self._closing = False
@@ -107,7 +111,7 @@ class Feed:
             found = self._ranks.get(writer.name)
             if found is None:
                 found = self._ranks[writer.name] = RankMetrics(writer.info.rank, since_ns)
-            found.resource = resource_of(writer)
+            found.resource = self._resource = resource_of(writer)
             found.add(measured)
             self._added += 1
 
@@ -116,7 +120,10 @@ class Feed:
             if not self._ranks or (self._closing and self._added == self._handed):
                 return None
             self._handed = self._added
-            return MetricsData([rank.collect(self._delta) for rank in self._ranks.values()])
+            found = [rank.collect(self._delta) for rank in self._ranks.values()]
+            if self._gpus is not None:
+                found.append(self._gpus.collect(self._resource))
+            return MetricsData(found)
 
     def flush(self) -> None:
         """Send now what is waiting; who is asked will ask."""
@@ -153,8 +160,9 @@ class Metering:
         self._dropped: dict[str, int] = {}
         self._read: set[str] = set()  # writers of which all is counted, and not yet handed over
         self._lock = threading.Lock()  # the process's main thread asks for progress too
+        self._gpus = find_gpus()
         for name in names:
-            feed = Feed(name, lambda name=name: _make_reader(name, plan))  # type: ignore[misc]
+            feed = Feed(name, lambda name=name: _make_reader(name, plan), self._gpus)  # type: ignore[misc]
             if self._attach(feed):
                 self._feeds.append(feed)
 
@@ -186,6 +194,8 @@ class Metering:
     def step(self, candidates: Sequence[Candidate]) -> bool:
         """Count at most one stretch of each writer. True: there may be more at once."""
         self._feeds = [feed for feed in self._feeds if self._attach(feed)]
+        if self._gpus is not None:
+            self._gpus.look()
         busy = [self._count(each, len(candidates)) for each in candidates]
         if any(busy):
             return True
