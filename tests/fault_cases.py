@@ -4,9 +4,9 @@
     fault_cases.py FOLDER life FILE MODE...
 
 `bare`: not instrumented. `each`: all functions that the hooks call fail, one after another; `wide`: in all hooks that
-call them, and in every mode. Both ranks write what they computed, and what went wrong, to FOLDER/<rank>.json. `life`: functions that run when a
-process becomes a rank, while it is one and when it ends; a pair of ranks for each, a line of JSON for each pair; FILE
-says which functions are `known` otherwise, or those which are to fail `only`.
+call them, and in every mode. Both ranks write what they computed, and what went wrong, to FOLDER/<rank>.json. `life`:
+functions that run when a process becomes a rank, while it is one and when it ends; a pair of ranks for each, and a line
+of JSON for each pair. FILE says which functions are `known` otherwise, or those which are to fail `only`.
 """
 
 from __future__ import annotations
