@@ -48,6 +48,7 @@ def phase_hook(site: Site, phase: Phase, after: Phase | None, write: Write) -> H
             try:
                 if state.step is not None:  # a step of an optimizer that raised ends here
                     state.step.settle(recorder, state)
+                    start = now_ns()  # not before that end
                 recorder.phase(phase, start)
             except Exception as error:
                 site.fault(error)
