@@ -109,7 +109,7 @@ def _hook(operation: str, original: Callable[..., Any], sizes: tuple[str, ...], 
                     info = group_info(recorder, group)
                     shown = info.show(operation, recorder)
                     nbytes, dtype, device = payload(recorder, value)
-                if device and recorder.device is not None:
+                if device and recorder.communication and recorder.device is not None:
                     opened = recorder.device.open(value, bool(async_argument.of(args, kwargs)))
                 seq = info.number() + 1 - info.transfers[0] if info.native else next(info.counter)
                 start = _now()

@@ -18,6 +18,7 @@ from lens_auto.guard import Site
 from lens_auto.recorder.layout import Flag, Kind
 
 if TYPE_CHECKING:
+    from lens_auto.recorder.device import Opened
     from lens_auto.recorder.recorder import Recorder
 
 _now = time.monotonic_ns
@@ -40,6 +41,7 @@ def _hook(method: str, site: Site) -> Hook:
             return wrapped(*args, **kwargs)
         start = issued = 0
         info: GroupInfo | None = None
+        opened: Opened | None = None
         try:
             info = _group(recorder, instance, group_attribute)
             if info is not None:
@@ -47,6 +49,8 @@ def _hook(method: str, site: Site) -> Hook:
                     info = None
                 elif not waits:
                     issued = _issued(info)
+                elif instance.device.type == "cuda" and recorder.device is not None:
+                    opened = recorder.device.open_again(instance.device.index or 0)
             start = _now()
         except Exception as error:
             info = None
@@ -62,7 +66,7 @@ def _hook(method: str, site: Site) -> Hook:
             if info is not None:
                 try:
                     if error_type or waits or _issued(info) != issued:
-                        _record(recorder, instance, name, info, start, error_type)
+                        _record(recorder, instance, name, info, start, error_type, opened)
                 except Exception as error:
                     site.fault(error)
 
@@ -82,14 +86,19 @@ def _issued(info: GroupInfo) -> int:
     return info.number() if info.native else -1
 
 
-def _record(recorder: Recorder, instance: Any, name: str, info: GroupInfo, start: int, error: str) -> None:
+def _record(
+    recorder: Recorder, instance: Any, name: str, info: GroupInfo, start: int, error: str, opened: Opened | None
+) -> None:
     flags = recorder.communication | (Flag.FAILED if error else 0)
     if instance.device.type != "cpu":
         flags |= Flag.ENQUEUE
-    recorder.record(
+    if opened is not None:
+        flags |= Flag.MEASURED
+    end = _now()
+    number = recorder.record(
         _KIND,
         start,
-        _now(),
+        end,
         recorder.thread().index,
         flags,
         recorder.strings.id(name),
@@ -98,6 +107,8 @@ def _record(recorder: Recorder, instance: Any, name: str, info: GroupInfo, start
         detail=recorder.strings.id(error or str(getattr(instance, "_module_fqn", None) or "")),
         a=len(instance.fsdp_params),
     )
+    if opened is not None and recorder.device is not None:
+        recorder.device.close(opened, (number,), start, end, wait=True)
 
 
 class FSDP2Instrumentor(LensInstrumentor):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,10 @@ from launch import INSTRUMENT, RUN_RANKS, Launcher
 from records import Row, read_run, read_spans
 
 from lens_auto.iteration.device_times import DeviceClock, operation_times
-from lens_auto.recorder import captures
+from lens_auto.recorder import c10d, captures
 from lens_auto.recorder.device import DeviceTimes
-from lens_auto.recorder.layout import DeviceTime, Flag, Kind, Phase
+from lens_auto.recorder.flight import FlightLog
+from lens_auto.recorder.layout import SEGMENT_HEADER_BYTES, DeviceTime, Flag, Kind, Phase
 from lens_auto.recorder.read import RECORD_DTYPE
 from lens_auto.recorder.recorder import Recorder
 
@@ -142,6 +145,18 @@ def test_an_asynchronous_operation_is_measured_by_its_wait(rank: Rank, cuda: Fak
     assert found == [(4, 5 * MS, WAIT | CLOCK), (5, 5 * MS, WAIT | CLOCK)]
 
 
+def test_the_training_thread_is_the_one_that_steps(rank: Rank, cuda: FakeCuda) -> None:
+    """Another one used the device first."""
+    other = threading.Thread(target=rank.collective, args=(0, 1))
+    other.start()
+    other.join()
+    cuda.advance(9)
+    rank.host = time.monotonic_ns()
+    rank.boundary()
+    assert [each["ref"] for each in rank.of(Kind.DEVICE_TIME)] == [1]
+    assert cuda.queried_by == {threading.get_ident()}
+
+
 def test_another_stream_has_no_place_on_the_clock(rank: Rank, cuda: FakeCuda) -> None:
     rank.boundary()
     before = cuda.use_stream(cuda.new_stream())
@@ -262,15 +277,16 @@ def test_times_of_operations() -> None:
         {"kind": Kind.COLLECTIVE},
         {"kind": Kind.COLLECTIVE},
         {"kind": Kind.COLLECTIVE},
-        {"kind": Kind.DEVICE_TIME, "ref": 1, "a": 50},
-        {"kind": Kind.DEVICE_TIME, "ref": 2, "a": 7, "c": WAIT},
-        {"kind": Kind.DEVICE_TIME, "ref": 2, "a": 5, "c": WAIT},
+        {"kind": Kind.DEVICE_TIME, "ref": 1, "a": 50, "c": CLOCK},
+        {"kind": Kind.DEVICE_TIME, "ref": 2, "a": 7, "c": WAIT | CLOCK},
+        {"kind": Kind.DEVICE_TIME, "ref": 2, "a": 5, "c": WAIT | CLOCK},
         {"kind": Kind.DEVICE_TIME, "ref": 2, "a": 90, "flags": Flag.FLIGHT},
         {"kind": Kind.DEVICE_TIME, "ref": 3, "a": 40, "flags": Flag.FLIGHT},
         {"kind": Kind.DEVICE_TIME, "ref": 77, "a": 40},
+        {"kind": Kind.DEVICE_TIME, "ref": 4, "a": 30},  # on another stream than the training thread's
     )
     found = operation_times(data, np.arange(len(data)), np.arange(4))
-    assert found.duration_ns.tolist() == [50, 90, 40, -1]
+    assert found.duration_ns.tolist() == [50, 90, 40, 30]
     assert found.exposed_ns.tolist() == [50, 12, -1, -1]
     assert found.by_flight.tolist() == [False, True, True, False]
 
@@ -284,6 +300,65 @@ def test_the_device_clock_on_the_host() -> None:
     # at the start the device had nothing to do: 0 on its clock is 100 on the host's
     assert clock.translate(np.array([100, 110, 115, 120, 200])).tolist() == [100, 130, 145, 160, 217]
     assert clock.translate(np.array([50, 300])).tolist() == [50, 317]
+
+
+# --- the flight recorder ----------------------------------------------------------------------------------------------
+
+
+def test_durations_of_the_flight_recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the job has NCCL take times: of what a hook recorded, and of what C++ issued; some are not over yet."""
+    recorder = Recorder(str(tmp_path), 1, 1, 1 << 20)
+    recorder.communication, recorder.init = int(Flag.SPAN), 1
+    watch = SimpleNamespace(issued=lambda: 3, own_records=0, group_size=lambda group: 2)
+    keeper: Any = SimpleNamespace(recorder=recorder, watch=watch, open_segments=lambda: [recorder.segment])
+    to_wall = -c10d.wall_offset_ns()
+    now = time.monotonic_ns() - 10**9
+
+    def entry(number: int, took_ms: float | None) -> dict[str, Any]:
+        return {
+            "record_id": number,
+            "process_group": ["0", ""],
+            "collective_seq_id": number + 1,
+            "profiling_name": "nccl:all_reduce",
+            "time_created_ns": now + to_wall,
+            "duration_ms": took_ms,
+        }
+
+    for seq in (1, 2):
+        recorder.record(
+            *(Kind.COLLECTIVE, now, now + 10, 0, Flag.SPAN | Flag.ASYNC | Flag.ENQUEUE),
+            recorder.strings.id("all_reduce"),
+            recorder.strings.id("0"),
+            seq=seq,
+        )
+    entries = [entry(0, 1.5), entry(1, None), entry(2, 0.25)]
+    monkeypatch.setattr(c10d, "flight_entries", lambda only_active=False: [dict(each) for each in entries])
+    monkeypatch.setattr(c10d, "_kept", True)
+    monkeypatch.setenv("TORCH_NCCL_ENABLE_TIMING", "1")
+    log = FlightLog(keeper)
+    log.finish()
+
+    def times() -> dict[int, int]:
+        buffer = recorder.segment.buffer
+        found = np.frombuffer(buffer, RECORD_DTYPE, recorder.segment.used(), SEGMENT_HEADER_BYTES)
+        timed = found[found["kind"] == Kind.DEVICE_TIME]
+        assert (timed["flags"] == Flag.FLIGHT).all() and (timed["c"] == 0).all()
+        return dict(zip((timed["ref"] - 1).tolist(), timed["a"].tolist(), strict=True))
+
+    assert times() == {0: 1_500_000, 3: 250_000}  # the third is of a record of its own
+    entries[1]["duration_ms"] = 7.0
+    log.finish()
+    assert times() == {0: 1_500_000, 3: 250_000, 1: 7_000_000}
+
+
+def test_no_times_unless_the_job_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_NCCL_ENABLE_TIMING", raising=False)
+    assert not c10d.times_operations()
+    captures.begun()  # nor anything else while a graph is captured: NCCL's recorder looks at events
+    try:
+        assert c10d.flight_entries() == []
+    finally:
+        captures.ended()
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------

@@ -377,7 +377,7 @@ class _Devices:
     def __init__(self, records: Records) -> None:
         data = records.data
         self.clock = DeviceClock(data)
-        rows = np.flatnonzero(np.isin(data["kind"], _OPERATION_KINDS))
+        rows = np.flatnonzero(np.isin(data["kind"], (*_OPERATION_KINDS, Kind.FSDP)))
         times = operation_times(data, records.numbers, rows)
         known = np.flatnonzero((times.duration_ns >= 0) | (times.exposed_ns >= 0))
         columns = zip(rows[known].tolist(), *(column[known].tolist() for column in times), strict=True)
@@ -667,6 +667,8 @@ class SpanMaker:
                     self._fail(span, record.detail)
                 if record.kind in _AWAITED_KINDS:
                     self._complete(span, row, record)
+                elif record.kind == Kind.FSDP and row in self._devices.of:
+                    self._complete_by_device(span, *self._devices.of[row])
                 if record.kind == Kind.COLLECTIVE:
                     self._add_bandwidth(span, row, record)
                 if record.kind == Kind.RECV:
@@ -811,11 +813,11 @@ class SpanMaker:
                 self._fail(span, wait.detail)
         if record.flags & _END_UNKNOWN or (record.flags & _ASYNC and not waits):
             span.attributes[semconv.DL_COMM_END] = semconv.DL_COMM_END_UNKNOWN
-        if record.flags & _FLIGHT:  # it says that the operation exists, not who waited for it
-            return
         measured = self._devices.of.get(row)
         if measured is not None:
             self._complete_by_device(span, *measured)
+            return
+        if record.flags & _FLIGHT:  # it says that the operation exists, not who waited for it
             return
         if not enqueued:  # the host's waiting says nothing about work that a device does
             span.attributes[semconv.DL_COMM_EXPOSED_NS] = exposed_ns

@@ -97,12 +97,12 @@ def find_transfers(data: npt.NDArray[np.void], numbers: Int64Array, string: Call
     known = [name for name in np.unique(data["name"]).tolist() if string(name) in OPERATIONS]
     wanted = (data["kind"] == Kind.COLLECTIVE) & np.isin(data["name"], known) & (data["seq"] >= 0)
     wanted &= (data["bytes"] > 0) & (data["group_size"] > 1)
-    wanted &= (data["flags"] & (Flag.FAILED | Flag.FLIGHT)) == 0
+    wanted &= (data["flags"] & Flag.FAILED) == 0
     rows = np.flatnonzero(wanted)
     times = operation_times(data, numbers, rows)
     start_ns, end_ns = data["start_ns"][rows].astype(np.int64), data["end_ns"][rows].astype(np.int64)
     by_device = times.duration_ns > 0
-    blocking = ((data["flags"][rows] & (Flag.ASYNC | Flag.ENQUEUE)) == 0) & (end_ns > start_ns)
+    blocking = ((data["flags"][rows] & (Flag.ASYNC | Flag.ENQUEUE | Flag.FLIGHT)) == 0) & (end_ns > start_ns)
     found = np.zeros(len(rows), dtype=TRANSFER_DTYPE)
     found["number"] = numbers[rows]
     found["operation"] = data["name"][rows]

@@ -22,8 +22,9 @@ class OperationTimes(NamedTuple):
     """Of some operations, as columns.
 
     Attributes:
-        duration_ns: from when the operation's stream came to it until it was over, waiting for other ranks included.
-        exposed_ns: for how long the program's own stream was held by it.
+        duration_ns: from when the stream that it was called on came to it until it was over, waiting for other ranks
+            included.
+        exposed_ns: for how long the stream of the training thread was held by it; -1 also where it was another stream.
         by_flight: the duration is the flight recorder's.
     """
 
@@ -56,7 +57,7 @@ def operation_times(data: npt.NDArray[np.void], numbers: Int64Array, rows: Int64
         by_flight[at[flight]] = True
         duration_ns[at[own]] = took_ns[own]
         by_flight[at[own]] = False
-        held = waits | own
+        held = (waits | own) & ((data["c"][times] & _CLOCK) != 0)
         exposed_ns[at[held]] = 0
         np.add.at(exposed_ns, at[held], took_ns[held])
     return OperationTimes(duration_ns, exposed_ns, by_flight)

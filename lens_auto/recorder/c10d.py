@@ -19,6 +19,7 @@ from lens_auto.recorder import captures
 _C10D = "torch.distributed.distributed_c10d"
 # What the variable was called before 2.6 is still read.
 FLIGHT_RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+TIMING_VARIABLE = "TORCH_NCCL_ENABLE_TIMING"
 _DEFAULT_CAPACITY = 2000
 # The first is for every backend (2.7 and later), the other NCCL's own.
 _DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
@@ -73,6 +74,14 @@ def keeps_flight_records() -> bool:
     if _kept is None and not captures.under_way():
         _kept = bool(flight_entries())
     return bool(_kept)
+
+
+def times_operations() -> bool:
+    """Whether the job has NCCL time its operations, so that the flight recorder knows how long each took (2.2 to 2.13).
+
+    Nobody but the job switches it on: it costs two more events an operation.
+    """
+    return os.environ.get(TIMING_VARIABLE, "").strip().lower() in ("1", "true", "yes", "y", "t", "on")
 
 
 def flight_capacity() -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -84,7 +85,8 @@ class DeviceTimes:
         self._site = guard.site("device_times")
         self._cuda: Any = None
         self._device = 0  # whose allocator is asked, and whose stream has the marks
-        self._thread = 0  # the training thread
+        self._thread = 0  # the training thread, once an iteration ended; before, that which first used the device
+        self._iterated = False
         self._pool: dict[int, list[Any]] = {}
         self._pending: deque[_Pair | _Mark | _Boundary] = deque()
         self._marked_ns = 0
@@ -116,6 +118,8 @@ class DeviceTimes:
             return None
 
     def _open(self, device: int) -> Opened:
+        if not self._marked_ns:  # the device clock begins
+            self.mark(time.monotonic_ns())
         stream = self._cuda.current_stream(device if device >= 0 else self._device)
         return Opened(stream.device_index, stream, self._record_event(stream))
 
@@ -155,6 +159,9 @@ class DeviceTimes:
         try:
             if self._cuda is None and not self._arm():
                 return
+            if not self._iterated:
+                self._iterated = True
+                self._thread = threading.get_ident()
             if threading.get_ident() != self._thread:
                 return
             self.mark(at_ns)
@@ -179,7 +186,7 @@ class DeviceTimes:
             self._site.fault(error)
 
     def _arm(self) -> bool:
-        """Whether the program has initialized CUDA; from then on this thread is the training thread."""
+        """Whether the program has initialized CUDA."""
         cuda = sys.modules.get("torch.cuda")
         if cuda is None or not cuda.is_initialized():
             return False

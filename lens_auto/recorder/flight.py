@@ -28,7 +28,7 @@ _NEAR_NS = 600_000_000_000  # a group of the same name that was made again count
 _KEPT = 50_000  # calls that are remembered
 # Ends of names of calls that may make several operations inside; gloo does a reduce_scatter by all_reduces.
 _SEVERAL = ("_object", "_object_list", "_coalesced", "monitored_barrier", "reduce_scatter", "all_to_all")
-_CALL = [("key", "<u8"), ("start_ns", "<i8"), ("end_ns", "<i8"), ("name", "<u4")]
+_CALL = [("key", "<u8"), ("start_ns", "<i8"), ("end_ns", "<i8"), ("name", "<u4"), ("number", "<i8")]
 
 
 def _key(group: Any, seq: Any) -> Any:
@@ -52,6 +52,7 @@ class FlightLog:
         self._cursor = (0, 0)  # segment, index: the next of our own records to look at
         self._calls: list[Any] = []  # arrays of _CALL, oldest first: what the hooks recorded
         self._waiting: list[dict[str, Any]] = []
+        self._untimed: dict[int, int] = {}  # record_id of an entry that is not over -> number of the call's record
 
     def tick(self) -> None:
         """Look, once a second; the flight recorder is asked only where it has something that the hooks did not see."""
@@ -85,7 +86,7 @@ class FlightLog:
         fresh = self._keeper.watch.issued() - self._asked_issued
         if last:
             return True
-        if fresh <= self._own and not self._waiting:
+        if fresh <= self._own and not self._waiting and not (fresh and c10d.times_operations()):
             return False
         return now - self._asked_ns >= ASK_EVERY_NS or fresh >= c10d.flight_capacity() // 3
 
@@ -96,6 +97,7 @@ class FlightLog:
         entries = c10d.flight_entries()
         self._asked_ns = time.monotonic_ns()
         to_monotonic = c10d.wall_offset_ns()
+        self._write_times(entries)
         for entry in entries:
             if int(entry["record_id"]) <= self._seen or entry.get("is_p2p") or not entry["process_group"][0]:
                 continue  # a group without a name is none of the program's: our own carrier
@@ -113,6 +115,7 @@ class FlightLog:
         kept = []
         for entry, covered in zip(self._waiting, self._covered(self._waiting), strict=True):
             if covered:
+                self._expect_time(entry)
                 continue
             group, seq, at_ns = str(entry["process_group"][0]), int(entry["collective_seq_id"]), int(entry["at_ns"])
             if not last and (seq >= running.get(group, 1 << 62) or now - at_ns < _SETTLE_NS):
@@ -140,8 +143,34 @@ class FlightLog:
         several = [number for number in np.unique(before["name"]).tolist() if strings.text(number).endswith(_SEVERAL)]
         inside = (index >= 0) & (before["key"] >> 40 == groups) & np.isin(before["name"], several)
         inside &= (before["start_ns"] - _CLOCK_NS <= at_ns) & (at_ns <= before["end_ns"] + _CLOCK_NS)
+        for entry, number in zip(entries, np.where(exact, before["number"], -1).tolist(), strict=True):
+            entry["number"] = number
         found: list[bool] = (exact | inside).tolist()
         return found
+
+    # --- times, where the job has NCCL take them ----------------------------------------------------------------------
+
+    def _expect_time(self, entry: dict[str, Any]) -> None:
+        number = int(entry.get("number", -1))
+        if number < 0 or not c10d.times_operations():
+            return
+        self._untimed[int(entry["record_id"])] = number
+        self._write_times([entry])
+        while len(self._untimed) > _KEPT:
+            del self._untimed[next(iter(self._untimed))]
+
+    def _write_times(self, entries: list[dict[str, Any]]) -> None:
+        """Record how long operations took that are over now."""
+        for entry in entries:
+            took_ms = entry.get("duration_ms")
+            number = self._untimed.get(int(entry["record_id"]))
+            if number is None or took_ms is None:
+                continue
+            del self._untimed[int(entry["record_id"])]
+            self._keeper.watch.own_records += 1
+            at_ns = int(entry["time_created_ns"]) + c10d.wall_offset_ns()
+            took_ns = round(float(took_ms) * 1e6)
+            self._recorder.record(Kind.DEVICE_TIME, at_ns, at_ns, THREAD, Flag.FLIGHT, ref=number + 1, a=took_ns)
 
     def _running(self) -> dict[str, int]:
         """For each group on which a call is under way: from which sequence number on its operations may be its own."""
@@ -159,7 +188,7 @@ class FlightLog:
         flags = Flag.FLIGHT | recorder.communication | (0 if until_ns else Flag.END_UNKNOWN)
         nbytes, dtype = c10d.payload_of(entry)
         self._keeper.watch.own_records += 1
-        recorder.record(
+        entry["number"] = recorder.record(
             Kind.COLLECTIVE,
             at_ns,
             max(at_ns, until_ns),
@@ -174,6 +203,7 @@ class FlightLog:
             0,
             self._keeper.watch.group_size(group),
         )
+        self._expect_time(entry)
 
     # --- our own records ----------------------------------------------------------------------------------------------
 
@@ -210,6 +240,7 @@ class FlightLog:
             calls["key"] = _key(found["group"][rows].astype(np.uint64), found["seq"][rows].astype(np.uint64))
             for name in ("start_ns", "end_ns", "name"):
                 calls[name] = found[name][rows]
+            calls["number"] = segment.base + index + rows
             self._calls.append(calls)
             self._own += len(rows)
         return index + count

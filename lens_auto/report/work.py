@@ -135,7 +135,8 @@ def _unseen_on_device(records: Records) -> bool:
     """Whether operations were enqueued on a device of which no event tells, but for some at the start."""
     data = records.data
     rows = np.flatnonzero(np.isin(data["kind"], _OPERATIONS) & ((data["flags"] & Flag.ENQUEUE) != 0))
-    unseen = int(np.count_nonzero(operation_times(data, records.numbers, rows).exposed_ns < 0))
+    times = operation_times(data, records.numbers, rows)
+    unseen = int(np.count_nonzero((times.exposed_ns < 0) & (times.duration_ns < 0)))
     return unseen > _FEW * len(rows)
 
 
@@ -163,6 +164,8 @@ def _held(records: Records, thread: int) -> tuple[Int64Array, Int64Array]:
     data = records.data
     kind = data["kind"]
     wanted = (np.isin(kind, _OPERATIONS) | (kind == Kind.WAIT)) & (data["thread"] == thread)
+    # FSDP2 waits for what other streams gathered, where its collectives hold nobody up.
+    wanted |= (kind == Kind.FSDP) & ((data["flags"] & Flag.MEASURED) != 0) & (data["thread"] == thread)
     rows = np.flatnonzero(wanted & ((data["flags"] & Flag.FLIGHT) == 0))
     start_ns = data["start_ns"][rows].astype(np.int64)
     end_ns = data["end_ns"][rows].astype(np.int64)
