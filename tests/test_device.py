@@ -14,14 +14,17 @@ import pytest
 from fake_cuda import FakeCuda
 from launch import INSTRUMENT, RUN_RANKS, Launcher
 from records import Row, read_run, read_spans
+from synthetic import Writer, write_run
 
 from lens_auto.iteration.device_times import DeviceClock, operation_times
 from lens_auto.recorder import c10d, captures
 from lens_auto.recorder.device import DeviceTimes
 from lens_auto.recorder.flight import FlightLog
 from lens_auto.recorder.layout import SEGMENT_HEADER_BYTES, DeviceTime, Flag, Kind, Phase
-from lens_auto.recorder.read import RECORD_DTYPE
+from lens_auto.recorder.read import RECORD_DTYPE, RunDirectory
 from lens_auto.recorder.recorder import Recorder
+from lens_auto.report.load import load
+from lens_auto.report.summary import Summary, summarize
 
 CLOCK, WAIT = DeviceTime.CLOCK, DeviceTime.WAIT
 MS = 1_000_000
@@ -300,6 +303,62 @@ def test_the_device_clock_on_the_host() -> None:
     # at the start the device had nothing to do: 0 on its clock is 100 on the host's
     assert clock.translate(np.array([100, 110, 115, 120, 200])).tolist() == [100, 130, 145, 160, 217]
     assert clock.translate(np.array([50, 300])).tolist() == [50, 317]
+
+
+def two_ranks(folder: Path, measured: bool) -> Summary:
+    """Hosts that do the same and run ahead; the device of rank 1 takes 12 ms for backward, that of rank 0 takes 8."""
+    writers = [Writer(rank=number, world_size=2, nonce=7 + number, pid=100 + number) for number in range(2)]
+    for writer, backward_ms in zip(writers, (8, 12), strict=True):
+        clock = 0.0
+
+        def mark(writer: Writer, clock: float) -> None:
+            if measured:
+                writer.add(Kind.DEVICE_MARK, writer.now, writer.now, 0, b=round(clock * MS), c=CLOCK)
+
+        loader = writer.loader()
+        for number in range(40):
+            mark(writer, clock)
+            writer.fetch(loader, ms=1)
+            mark(writer, clock)
+            writer.wait(1)
+            clock += 4
+            mark(writer, clock)
+            writer.backward(ms=2)
+            clock += backward_ms
+            mark(writer, clock)
+            flags = Flag.SPAN | Flag.ENQUEUE | (Flag.MEASURED if measured else 0)
+            call = {"name": "all_reduce", "group": "0", "seq": number + 1, "init": 1, "group_size": 2, "bytes": 4000}
+            operation = writer.take(Kind.COLLECTIVE, 0.01, flags, **call)
+            held_ms = 13 - backward_ms
+            if measured:
+                took = {"ref": operation + 1, "a": held_ms * MS, "b": round(clock * MS), "c": CLOCK}
+                writer.add(Kind.DEVICE_TIME, writer.now - 0.01, writer.now, 0, **took)
+            clock += held_ms
+            mark(writer, clock)
+            writer.step(ms=1)
+            clock += 1
+            writer.boundary()
+        mark(writer, clock)
+        writer.wait(clock - writer.now)
+    run = RunDirectory(write_run(folder, *writers))
+    return summarize(run, load(run))
+
+
+def test_whose_device_work_is_late(tmp_path: Path) -> None:
+    found = two_ranks(tmp_path / "with", measured=True)
+    (worst, *_) = found.findings
+    assert (worst.kind, worst.ranks, worst.cause) == ("straggler", [1], "backward")
+    assert not any("enqueued on a device" in note for note in found.comparison.notes)
+    waits = {each.rank: each.waiting for each in found.comparison.ranks}
+    assert waits[0] == pytest.approx(4 / 18, abs=0.01) and waits[1] < 0.01
+    (operation,) = found.operations
+    assert operation.median_ns == 3 * MS
+    assert operation.exposed_ns == 40 * 6 * MS
+    # By the hosts' times alone the ranks are alike, and the report says why.
+    blind = two_ranks(tmp_path / "without", measured=False)
+    assert not any(each.kind == "straggler" for each in blind.findings)
+    assert any("enqueued on a device" in note for note in blind.comparison.notes)
+    assert blind.operations[0].exposed_ns is None
 
 
 # --- the flight recorder ----------------------------------------------------------------------------------------------
