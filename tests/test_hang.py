@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from launch import INSTRUMENT, PYTHON, RUN_RANKS, SCRIPTS, TORCHRUN, Launcher, free_port
+from receiver import Receiver
 from records import read_run, read_spans
 
 from lens_auto.recorder.finish import finish_dead
@@ -372,6 +373,52 @@ def test_slow_but_healthy_and_a_hang_that_ends(launch: Launcher) -> None:
     assert (found.culprit, found.verdict[:7]) == (None, "no hang")
     (row,) = [row for writer in read_run(run.run_dir) for row in writer.of(Kind.HANG)]
     assert (row.name, row.seq) == ("all_reduce", 5)
+
+
+# A rank that waits for another one, which comes only when the test says so.
+HELD_UP = """
+import os, time
+import torch
+import torch.distributed as dist
+
+def main(rank):
+    dist.init_process_group("gloo")
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for step in range(8):
+        parameter.sum().backward()
+        while rank == 1 and step == 5 and not os.path.exists("go on"):
+            time.sleep(0.05)
+        dist.all_reduce(parameter.grad)
+        optimizer.step()
+    dist.destroy_process_group()
+
+run_ranks(main, 2)
+"""
+
+
+def test_a_hang_reaches_the_endpoint_while_it_lasts(launch: Launcher) -> None:
+    """Its span comes at once, in the job's trace and with the stacks, and does not come again."""
+
+    def hangs() -> list[dict[str, Any]]:
+        return [span for span in receiver.spans() if span["name"] == "lens.hang"]
+
+    environment = {"NEMO_LENS_HANG_TIMEOUT_S": "1.2", "NEMO_LENS_EXPORT_STRATEGY": "all_ranks"}
+    with Receiver("http") as receiver:
+        program = launch.program(RUN_RANKS + HELD_UP)
+        started = launch.start((*INSTRUMENT, *PYTHON, program), {**environment, **receiver.environment()})
+        found = wait_for(lambda: [span for span in hangs() if span["resource"]["dl.rank"] == 0])
+        assert found, "no span while the ranks hang"
+        (span,) = found
+        assert span["attributes"]["lens.hang.operation"] == "all_reduce"
+        assert span["attributes"]["dl.comm.seq"] == 6
+        assert "all_reduce" in span["attributes"]["lens.hang.stacks"][0]
+        (launch.cwd / "go on").touch()
+        run = started.wait()
+        assert run.code == 0, run.stderr
+        assert [each["span_id"] for each in hangs() if each["resource"]["dl.rank"] == 0] == [span["span_id"]]
+        jobs = {each["trace_id"] for each in receiver.spans() if each["name"] == "train.job"}
+    assert jobs == {span["trace_id"]}
 
 
 # --- a crash under torchrun -------------------------------------------------------------------------------------------
