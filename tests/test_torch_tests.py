@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from compat import torch_tests
 from compat.torch_tests import SUBSET
 
 
+@pytest.mark.timeout(300)
 def test_outcomes_do_not_change(tmp_path: Path) -> None:
     compared = torch_tests.compare(Path(sys.executable).parent, tmp_path, SUBSET)
     assert compared.failure() == ""
