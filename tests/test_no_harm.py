@@ -305,8 +305,8 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("failing_step", [0, 1, 30])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("failing_step", [1, 30])
 def test_a_second_attempt_of_torchrun(launch: Launcher, failing_step: int) -> None:
     """The agent's store outlives the first attempt, and with it all keys of that.
 
@@ -319,7 +319,7 @@ def test_a_second_attempt_of_torchrun(launch: Launcher, failing_step: int) -> No
             port = str(free_port())
             torchrun = (*TORCHRUN, "--nproc-per-node=2", "--max-restarts=1", f"--master-port={port}", program)
             env = {"NEMO_LENS_RUN_ID": port}
-            run = launch.run(*instrument, *torchrun, str(failing_step), env=env, timeout_s=60)
+            run = launch.run(*instrument, *torchrun, str(failing_step), env=env, timeout_s=150)
             if run.code == 0:
                 break
         runs.append(run)
