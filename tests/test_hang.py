@@ -407,7 +407,7 @@ def test_a_hang_reaches_the_endpoint_while_it_lasts(launch: Launcher) -> None:
     with Receiver("http") as receiver:
         program = launch.program(RUN_RANKS + HELD_UP)
         started = launch.start((*INSTRUMENT, *PYTHON, program), {**environment, **receiver.environment()})
-        found = wait_for(lambda: [span for span in hangs() if span["resource"]["dl.rank"] == 0])
+        found = wait_for(lambda: [span for span in hangs() if span["resource"]["dl.rank"] == 0], timeout_s=80)
         assert found, "no span while the ranks hang"
         (span,) = found
         assert span["attributes"]["lens.hang.operation"] == "all_reduce"
