@@ -88,7 +88,7 @@ class Environments:
         stamp = folder / "requirements.stamp"
         if not stamp.exists() or stamp.read_text() != requirements:
             shutil.rmtree(folder, ignore_errors=True)
-            _call([self._interpreter(wanted.python), "-m", "venv", str(folder)], f"making {folder}")
+            _call([self._interpreter(wanted.python), "-m", "venv", str(folder)], f"making {wanted.name}")
             if wanted.build:
                 self._install(prepared, wanted, wanted.build)
             self._install(prepared, wanted, (*wanted.packages, *wanted.build, str(self._own_wheel())))
@@ -109,7 +109,7 @@ class Environments:
         # Most of what is installed is never imported: not compiling it saves minutes.
         options = ["--quiet", "--no-compile", "--disable-pip-version-check", *isolated]
         command = [prepared.python, "-m", "pip", "install", *options]
-        _call([*command, *requirements], f"pip install {' '.join(requirements)}", **dict(wanted.variables))
+        _call([*command, *requirements], f"pip install {' '.join(wanted.packages)}", **dict(wanted.variables))
 
     def _own_wheel(self) -> Path:
         """Our wheel, built once a run."""
@@ -140,7 +140,7 @@ class Environments:
         for candidate in candidates:
             if _version_of(candidate) == version:
                 return candidate
-        raise Unavailable(f"no Python {version} here (looked on PATH and in {pyenv}; --python names one)")
+        raise Unavailable(f"no Python {version} here (on PATH, or pyenv's; --python names one)")
 
 
 def _version_of(interpreter: str) -> str | None:
