@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from compat import frameworks, straggler, torch_tests, versions
+from compat import frameworks, straggler, torch_tests, versions, wide
 from compat.environment import ROOT, Environments
 from compat.row import COLUMNS, Row, write_table
 
@@ -44,6 +44,8 @@ CHECKS: dict[str, tuple[str, Check]] = {
     **{each.name: (each.title, partial(frameworks.check, each)) for each in frameworks.PROGRAMS_OF_FRAMEWORKS},
     "lightning-straggler": (straggler.TITLE, partial(straggler.check, frameworks.LIGHTNING)),
 }
+for _name, (_title, _file) in wide.WIDE.items():
+    CHECKS[_name] = (_title, partial(wide.check, _title, _file))
 for _torch, _python in versions.VERSIONS:
     CHECKS[f"training-{_torch}-{_python}"] = (
         f"training to the last bit, torch {_torch}, Python {_python}",
