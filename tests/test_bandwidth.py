@@ -54,7 +54,7 @@ class Ranks:
             if flags & Flag.ASYNC:
                 writer.take(Kind.WAIT, 1, name="wait", ref=number + 1)
             if enqueued:
-                what = {"ref": number + 1, "a": round(ms * 1e6), "c": DeviceTime.CLOCK}
+                what = {"ref": number + 1, "a": round(ms * 1e6), "c": DeviceTime.CLOCK | DeviceTime.EXPOSED}
                 writer.add(Kind.DEVICE_TIME, writer.now, writer.now, 0, **what)
             writer.backward()
             writer.step()

@@ -27,6 +27,7 @@ from lens_auto.report.load import load
 from lens_auto.report.summary import Summary, summarize
 
 CLOCK, WAIT = DeviceTime.CLOCK, DeviceTime.WAIT
+HERE = DeviceTime.CLOCK | DeviceTime.EXPOSED
 MS = 1_000_000
 
 
@@ -104,7 +105,7 @@ def test_operations_and_phases(rank: Rank, cuda: FakeCuda) -> None:
     rank.boundary()
     (time_,) = rank.of(Kind.DEVICE_TIME)
     assert (time_["ref"], time_["a"], time_["b"]) == (8, 2 * MS, 3 * MS)
-    assert (time_["start_ns"], time_["end_ns"], time_["c"]) == (1010, 1020, CLOCK)
+    assert (time_["start_ns"], time_["end_ns"], time_["c"]) == (1010, 1020, HERE)
     marks = [(each["start_ns"], each["a"], each["b"]) for each in rank.of(Kind.DEVICE_MARK)]
     assert marks == [
         (1000, 0, 0),
@@ -145,7 +146,7 @@ def test_an_asynchronous_operation_is_measured_by_its_wait(rank: Rank, cuda: Fak
     cuda.advance(50)
     rank.boundary()
     found = [(each["ref"], each["a"], each["c"]) for each in rank.of(Kind.DEVICE_TIME)]
-    assert found == [(4, 5 * MS, WAIT | CLOCK), (5, 5 * MS, WAIT | CLOCK)]
+    assert found == [(4, 5 * MS, WAIT | HERE), (5, 5 * MS, WAIT | HERE)]
 
 
 def test_the_training_thread_is_the_one_that_steps(rank: Rank, cuda: FakeCuda) -> None:
@@ -280,9 +281,9 @@ def test_times_of_operations() -> None:
         {"kind": Kind.COLLECTIVE},
         {"kind": Kind.COLLECTIVE},
         {"kind": Kind.COLLECTIVE},
-        {"kind": Kind.DEVICE_TIME, "ref": 1, "a": 50, "c": CLOCK},
-        {"kind": Kind.DEVICE_TIME, "ref": 2, "a": 7, "c": WAIT | CLOCK},
-        {"kind": Kind.DEVICE_TIME, "ref": 2, "a": 5, "c": WAIT | CLOCK},
+        {"kind": Kind.DEVICE_TIME, "ref": 1, "a": 50, "c": HERE},
+        {"kind": Kind.DEVICE_TIME, "ref": 2, "a": 7, "c": WAIT | HERE},
+        {"kind": Kind.DEVICE_TIME, "ref": 2, "a": 5, "c": WAIT | HERE},
         {"kind": Kind.DEVICE_TIME, "ref": 2, "a": 90, "flags": Flag.FLIGHT},
         {"kind": Kind.DEVICE_TIME, "ref": 3, "a": 40, "flags": Flag.FLIGHT},
         {"kind": Kind.DEVICE_TIME, "ref": 77, "a": 40},
@@ -331,7 +332,7 @@ def two_ranks(folder: Path, measured: bool) -> Summary:
             operation = writer.take(Kind.COLLECTIVE, 0.01, flags, **call)
             held_ms = 13 - backward_ms
             if measured:
-                took = {"ref": operation + 1, "a": held_ms * MS, "b": round(clock * MS), "c": CLOCK}
+                took = {"ref": operation + 1, "a": held_ms * MS, "b": round(clock * MS), "c": HERE}
                 writer.add(Kind.DEVICE_TIME, writer.now - 0.01, writer.now, 0, **took)
             clock += held_ms
             mark(writer, clock)

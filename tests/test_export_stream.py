@@ -82,7 +82,7 @@ class Device:
         start, flags = self.writer.now, Flag.SPAN | Flag.ENQUEUE | Flag.MEASURED
         found = self.writer.take(Kind.COLLECTIVE, 1, flags, name="all_reduce", seq=5000 + number, init=1)
         at = {"start": start, "end": self.writer.now}
-        self.pending.append({"kind": Kind.DEVICE_TIME, **at, "ref": found + 1, "a": number, "b": 1, "c": 2})
+        self.pending.append({"kind": Kind.DEVICE_TIME, **at, "ref": found + 1, "a": number, "b": 1, "c": 6})
 
     def boundary(self) -> None:
         now = self.writer.now

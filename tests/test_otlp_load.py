@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulate import Job, on
-from synthetic import Writer, train, write_run
+from synthetic import MS, Writer, train, write_run
 
 from lens_auto.export import otlp_json
 from lens_auto.export.spans import run_spans
-from lens_auto.recorder.layout import Flag, Kind
+from lens_auto.recorder.layout import DeviceTime, Flag, Kind
 from lens_auto.recorder.read import RunDirectory, UnreadableFile
 from lens_auto.report.load import load
 from lens_auto.report.otlp import SpanRun
@@ -77,6 +77,46 @@ def test_asynchronous_operations(tmp_path: Path) -> None:
     assert [(each.operation, each.count, each.exposed_ns, each.median_ns) for each in theirs.operations] == [
         (each.operation, each.count, each.exposed_ns, each.median_ns) for each in mine.operations
     ]
+
+
+def test_operations_of_a_device(tmp_path: Path) -> None:
+    """What events and the flight recorder told of them is in their spans."""
+    writer = Writer(rank=0, world_size=1)
+    loader = writer.loader()
+    own, wait = DeviceTime.EXPOSED, DeviceTime.EXPOSED | DeviceTime.WAIT
+    for number in range(20):
+        writer.fetch(loader)
+        writer.backward()
+        common = {"name": "all_reduce", "group": "0", "group_size": 2, "init": 1, "bytes": 4096}
+        for kind, flags, times in (
+            ("blocking", 0, [(3, 0, own)]),
+            ("on another stream", 0, [(5, 0, 0)]),
+            ("asynchronous", Flag.ASYNC, [(2, 0, wait)]),
+            ("timed by NCCL", Flag.ASYNC, [(2, 0, wait), (7, Flag.FLIGHT, 0)]),
+            ("not measured", 0, []),
+        ):
+            seen = Flag.SPAN | Flag.ENQUEUE | flags
+            common["name"] = kind
+            operation = writer.take(Kind.COLLECTIVE, 0.01, seen, seq=number, **common)
+            if flags & Flag.ASYNC:
+                writer.take(Kind.WAIT, 0.01, name="wait", ref=operation + 1)
+            for ms, origin, what in times:
+                took = {"ref": operation + 1, "a": ms * MS, "c": int(what)}
+                writer.add(Kind.DEVICE_TIME, writer.now, writer.now, origin, **took)
+        writer.step()
+    mine, theirs = both(tmp_path, writer)
+    assert {each.operation: (each.median_ns, each.exposed_ns) for each in mine.operations} == {
+        "blocking": (3 * MS, 60 * MS),
+        "on another stream": (5 * MS, None),
+        "asynchronous": (pytest.approx(0.02 * MS), 40 * MS),
+        "timed by NCCL": (7 * MS, 40 * MS),
+        "not measured": (pytest.approx(0.01 * MS), None),
+    }
+    assert [(each.operation, each.exposed_ns) for each in theirs.operations] == [
+        (each.operation, each.exposed_ns) for each in mine.operations
+    ]
+    found = {each.operation: each.median_ns for each in theirs.operations}
+    assert (found["blocking"], found["on another stream"], found["timed by NCCL"]) == (3 * MS, 5 * MS, 7 * MS)
 
 
 def test_several_optimizers_in_an_iteration(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from lens_auto.recorder.layout import DeviceTime, Flag, Kind
 
 _MAX_REF = np.uint64(1 << 62)
 # (NumPy takes a flag for a signed number, which it does not combine with an unsigned one.)
-_WAIT, _CLOCK = np.uint64(DeviceTime.WAIT), np.uint64(DeviceTime.CLOCK)
+_WAIT, _CLOCK, _EXPOSED = (np.uint64(what) for what in (DeviceTime.WAIT, DeviceTime.CLOCK, DeviceTime.EXPOSED))
 
 
 class OperationTimes(NamedTuple):
@@ -57,7 +57,7 @@ def operation_times(data: npt.NDArray[np.void], numbers: Int64Array, rows: Int64
         by_flight[at[flight]] = True
         duration_ns[at[own]] = took_ns[own]
         by_flight[at[own]] = False
-        held = (waits | own) & ((data["c"][times] & _CLOCK) != 0)
+        held = (data["c"][times] & _EXPOSED) != 0
         exposed_ns[at[held]] = 0
         np.add.at(exposed_ns, at[held], took_ns[held])
     return OperationTimes(duration_ns, exposed_ns, by_flight)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _MANY = 16_384  # events that are not complete: beyond that no more are recorded
 _TIME, _MARK, _MEMORY = int(Kind.DEVICE_TIME), int(Kind.DEVICE_MARK), int(Kind.DEVICE_MEMORY)
 _WAIT, _CLOCK = int(DeviceTime.WAIT), int(DeviceTime.CLOCK)
+_HERE = int(DeviceTime.CLOCK | DeviceTime.EXPOSED)
 
 
 class Opened(NamedTuple):
@@ -232,7 +233,7 @@ class DeviceTimes:
     def _write_pair(self, pair: _Pair) -> None:
         what, clock_ns, base = pair.what, 0, self._base
         if base is not None and base.stream == pair.stream and pair.device == self._device:
-            what |= _CLOCK
+            what |= _HERE
             clock_ns = max(0, self._clock_ns + _ns(base.event, pair.start))
         took_ns = max(0, _ns(pair.start, pair.end))
         for number in pair.numbers:

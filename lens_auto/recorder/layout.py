@@ -116,6 +116,7 @@ class DeviceTime(enum.IntFlag):
 
     WAIT = 1  # how long the stream was held by the wait for the operation, not how long the operation took
     CLOCK = 2  # b is known: the writer's device clock, ns since its first event on the stream of its training thread
+    EXPOSED = 4  # it was on that stream, which was held for as long
 
 
 # --- segments ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 
 from lens_auto import semconv
-from lens_auto.recorder.layout import MANIFEST_NAME, RANKS_DIR, Flag, Kind
+from lens_auto.recorder.layout import MANIFEST_NAME, RANKS_DIR, DeviceTime, Flag, Kind
 from lens_auto.recorder.read import (
     RECORD_DTYPE,
     Clock,
@@ -271,13 +271,16 @@ class _SpanWriter(WriterFiles):
         values = span.attributes
         name = span.name.removeprefix(semconv.SPAN_DISTRIBUTED_PREFIX)
         kind = Kind.SEND if name in _SENDS else Kind.RECV if name in _RECEIVES else Kind.COLLECTIVE
-        enqueued = values.get(semconv.LENS_TIMING_SOURCE) == semconv.TIMING_HOST_ENQUEUE
+        timing = values.get(semconv.LENS_TIMING_SOURCE)
+        duration_ns = _whole(values.get(semconv.DL_COMM_DEVICE_DURATION_NS), -1)
+        enqueued = timing in (semconv.TIMING_HOST_ENQUEUE, semconv.TIMING_CUDA_EVENT) or duration_ns >= 0
         asynchronous = values.get(semconv.DL_COMM_ASYNC) is True
         flags |= int(Flag.ENQUEUE) if enqueued else 0
         flags |= int(Flag.ASYNC) if asynchronous else 0
         unknown = values.get(semconv.DL_COMM_END) == semconv.DL_COMM_END_UNKNOWN
         flags |= int(Flag.END_UNKNOWN) if unknown else 0
-        if values.get(semconv.LENS_TIMING_SOURCE) == semconv.TIMING_FLIGHT_RECORDER:
+        by_flight = timing == semconv.TIMING_FLIGHT_RECORDER
+        if by_flight and not enqueued:
             flags |= int(Flag.FLIGHT)
         fields: dict[str, Any] = {
             "group": self._id(str(values.get(semconv.DL_COMM_GROUP, ""))),
@@ -288,8 +291,13 @@ class _SpanWriter(WriterFiles):
             "peer": _whole(values.get(semconv.DL_COMM_PEER), -1),
             "tag": _whole(values.get(semconv.DL_COMM_TAG), 0),
         }
+        measured = {"ref": len(rows) + 1}
         if not asynchronous or unknown:
             self._row(rows, kind, span, flags, name, **fields)
+            if duration_ns >= 0:
+                what = 0 if by_flight else int(DeviceTime.EXPOSED) * (semconv.DL_COMM_EXPOSED_NS in values)
+                origin = int(Flag.FLIGHT) if by_flight else 0
+                self._row(rows, Kind.DEVICE_TIME, span, origin, "", a=duration_ns, c=what, **measured)
             return
         # The span ends with the wait; how long that and the call held the thread is all that it says of both.
         exposed_ns = _whole(values.get(semconv.DL_COMM_EXPOSED_NS), 0)
@@ -299,6 +307,11 @@ class _SpanWriter(WriterFiles):
         number = len(rows)
         self._row(rows, kind, call, flags, name, **fields)
         self._row(rows, Kind.WAIT, wait, flags & int(Flag.ENQUEUE), "wait", ref=number + 1)
+        if duration_ns >= 0:
+            self._row(rows, Kind.DEVICE_TIME, span, int(Flag.FLIGHT), "", a=duration_ns, **measured)
+        if timing == semconv.TIMING_CUDA_EVENT and semconv.DL_COMM_EXPOSED_NS in values:
+            what = int(DeviceTime.WAIT | DeviceTime.EXPOSED)
+            self._row(rows, Kind.DEVICE_TIME, wait, 0, "", a=exposed_ns, c=what, **measured)
 
     def _row(self, rows: list[tuple[int, ...]], kind: Kind, span: _Span, flags: int, name: str, **fields: int) -> None:
         record = {"peer": -1, "seq": -1, "init": 1, **fields}

@@ -101,8 +101,8 @@ class Work:
 
 def find_work(writer: WriterFiles, records: Records, iterations: Iterations) -> Work:
     """The work of one writer: its device's where events tell of that, else its host's."""
-    enqueued = _unseen_on_device(records)
     clock = DeviceClock(records.data)
+    enqueued = _unseen_on_device(records, clock)
     if clock:
         records, iterations = _on_device(clock, records, iterations)
     data = records.data
@@ -131,13 +131,13 @@ def find_work(writer: WriterFiles, records: Records, iterations: Iterations) -> 
     )
 
 
-def _unseen_on_device(records: Records) -> bool:
-    """Whether operations were enqueued on a device of which no event tells, but for some at the start."""
+def _unseen_on_device(records: Records, clock: DeviceClock) -> bool:
+    """Whether operations were enqueued on a device, and no event tells when they were, but for some at the start."""
     data = records.data
     rows = np.flatnonzero(np.isin(data["kind"], _OPERATIONS) & ((data["flags"] & Flag.ENQUEUE) != 0))
     times = operation_times(data, records.numbers, rows)
     unseen = int(np.count_nonzero((times.exposed_ns < 0) & (times.duration_ns < 0)))
-    return unseen > _FEW * len(rows)
+    return unseen > _FEW * len(rows) if clock else len(rows) > 0
 
 
 def _on_device(clock: DeviceClock, records: Records, iterations: Iterations) -> tuple[Records, Iterations]:
