@@ -310,7 +310,7 @@ dist.destroy_process_group()
 def test_a_second_attempt_of_torchrun(launch: Launcher, failing_step: int) -> None:
     """The agent's store outlives the first attempt, and with it all keys of that.
 
-    On a busy machine gloo's second attempt fails to connect at times, bare as well: there are three tries.
+    On a busy machine the second attempt fails to connect at times, or hangs in it, bare as well: there are three tries.
     """
     program = launch.program(FAILS_AT_FIRST)
     runs = []
@@ -319,12 +319,18 @@ def test_a_second_attempt_of_torchrun(launch: Launcher, failing_step: int) -> No
             port = str(free_port())
             torchrun = (*TORCHRUN, "--nproc-per-node=2", "--max-restarts=1", f"--master-port={port}", program)
             env = {"NEMO_LENS_RUN_ID": port}
-            run = launch.run(*instrument, *torchrun, str(failing_step), env=env, timeout_s=150)
+            try:
+                run = launch.run(*instrument, *torchrun, str(failing_step), env=env, timeout_s=120)
+            except AssertionError as hung:
+                problem = str(hung)
+                continue
             if run.code == 0:
+                runs.append(run)
                 break
-        runs.append(run)
+            problem = run.stderr
+        else:
+            raise AssertionError(f"none of three tries ended well; the last: {problem}")
     bare, lens = runs
-    assert (bare.code, lens.code) == (0, 0), (bare.stderr, lens.stderr)
     assert sorted(bare.stdout.splitlines()) == sorted(lens.stdout.splitlines())
     assert sorted(lens.stdout.splitlines()) == [f"rank {rank} attempt 1 of 2 done" for rank in BOTH]
     assert lens.survivors == []
