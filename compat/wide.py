@@ -17,6 +17,7 @@ WIDE = {
     "bitwise": ("fourteen ways to train, to the last bit", "test_bitwise.py"),
     "faults": ("every function of ours fails, one at a time", "test_faults.py"),
     "ranks": ("ranks that disagree, die or sleep", "test_no_harm.py"),
+    "signals": ("signals in every phase", "test_signals.py"),
     "soak": ("100,000 iterations", "test_soak.py"),
 }
 _TIMEOUT_S = 7200
