@@ -208,8 +208,10 @@ class DeviceTimes:
         return True
 
     def _record_event(self, stream: Any) -> Any:
-        pool = self._pool.get(stream.device_index)
-        event = pool.pop() if pool else self._cuda.Event(enable_timing=True)
+        try:
+            event = self._pool[stream.device_index].pop()
+        except (KeyError, IndexError):  # (looking first would be a race: backward has threads of its own)
+            event = self._cuda.Event(enable_timing=True)
         event.record(stream)
         return event
 

@@ -149,6 +149,9 @@ def _on_device(clock: DeviceClock, records: Records, iterations: Iterations) -> 
     for name in ("start_ns", "end_ns"):
         known = data[name] > 0
         data[name][known] = clock.translate(data[name][known].astype(np.int64)).astype(np.uint64)
+    # What DistributedDataParallel's logger has on CUDA is when it was enqueued, and for how long it ran.
+    reducer = records.data["kind"] == Kind.DDP
+    data["end_ns"][reducer] = (data["start_ns"] + records.data["end_ns"] - records.data["start_ns"])[reducer]
     tiles = iterations.tiles.copy()
     for name in ("start_ns", "end_ns"):
         tiles[name] = clock.translate(tiles[name])
