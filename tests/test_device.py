@@ -362,6 +362,45 @@ def test_whose_device_work_is_late(tmp_path: Path) -> None:
     assert blind.operations[0].exposed_ns is None
 
 
+GRAPHS = """
+import torch
+from lens_auto.recorder import captures
+
+class Graph:  # below torch's methods, which need a device
+    def capture_begin(self, **how):
+        assert captures.under_way()
+        if self.fails:
+            raise RuntimeError("the stream is not idle")
+    def capture_end(self):
+        assert captures.under_way()
+
+class Mine(torch.cuda.CUDAGraph):
+    def __new__(cls, fails):
+        graph = object.__new__(cls)
+        graph.fails, graph._tracker = fails, None
+        return graph
+    def __init__(self, fails):
+        pass
+
+torch.cuda.CUDAGraph.__bases__ = (Graph,)
+graph, failing = Mine(False), Mine(True)
+assert not captures.under_way()
+graph.capture_begin()
+assert captures.under_way()
+graph.capture_end()
+assert not captures.under_way()
+try:
+    failing.capture_begin()
+except RuntimeError:
+    print("raised", captures.under_way())
+"""
+
+
+def test_captures_are_known(launch: Launcher) -> None:
+    run = launch.instrumented(GRAPHS)
+    assert (run.code, run.stdout) == (0, "raised False\n"), run.stderr
+
+
 # --- the flight recorder ----------------------------------------------------------------------------------------------
 
 
