@@ -109,8 +109,11 @@ class Patches:
             wrapper = LensWrapper.of_module(original, hook, site.gate, owner)
         else:
             wrapper = LensWrapper(original, hook, enabled=cast(Any, site.gate))
+        if type(wrapper) is not LensWrapper:
+            raise TypeError(f"no wrapper for {attribute}")
+        installed = _Installed(owner, attribute, wrapper, site)
         setattr(owner, attribute, wrapper)
-        self._installed.append(_Installed(owner, attribute, wrapper, site))
+        self._installed.append(installed)
 
     def names(self) -> list[str]:
         """What is wrapped, as dotted names."""

@@ -112,7 +112,7 @@ class _Reducer:
             self.logger = logger
             self.read(recorder)
         except Exception as error:
-            guard.site("DistributedDataParallel._pre_forward").fault(error)
+            guard.failed("DistributedDataParallel._pre_forward", error)
         finally:
             self.logger = None
 

@@ -107,10 +107,11 @@ class _StepHooks:
 
     def __init__(self, site: Site) -> None:
         self._site = site
+        self._gate = site.gate
 
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """`step` is about to run."""
-        if not self._site.gate:
+        if not self._gate:
             return
         try:
             recorder = runtime.recorder or runtime.become_rank()
@@ -122,7 +123,7 @@ class _StepHooks:
     def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """`step` returned."""
         recorder = runtime.recorder
-        if recorder is None or not self._site.gate:
+        if recorder is None or not self._gate:
             return
         try:
             state = recorder.thread()

@@ -44,7 +44,7 @@ class _IterationSpan(NonRecordingSpan):
             found = iteration_ids() if TrainingSpanGroup.STEP in runtime.groups else None
             return trace.INVALID_SPAN_CONTEXT if found is None else SpanContext(*found, False, _SAMPLED)
         except Exception as error:
-            guard.site("context").fault(error)
+            guard.failed("context", error)
             return trace.INVALID_SPAN_CONTEXT
 
 

@@ -73,10 +73,23 @@ class Site:
 
 def lost(name: str, error: Exception) -> None:
     """Something of ours could not be put in at all: the report says so like of a hook that is off."""
-    each = site(name)
-    each.reason = f"{type(error).__name__}: {error}"
-    each.gate.clear()
-    tell(f"{name} could not be patched ({each.reason}); it is not recorded, `lens-auto report` names what else is not")
+    try:
+        reason = f"{type(error).__name__}: {error}"
+        tell(f"{name} could not be patched ({reason}); it is not recorded, `lens-auto report` names what else is not")
+        each = site(name)
+        each.reason = reason
+        each.gate.clear()
+    except Exception:  # this is the guard: nothing comes out of it
+        return
+
+
+def failed(name: str, error: Exception) -> None:
+    """Something of ours that is no hook failed; see `Site.fault`."""
+    try:
+        fault = site(name).fault
+    except Exception:
+        return
+    fault(error)
 
 
 def tell(what: str) -> None:
@@ -84,7 +97,10 @@ def tell(what: str) -> None:
     global _told
     if not _told:
         _told = True
-        logger.warning("lens-auto: %s", what)
+        try:
+            logger.warning("lens-auto: %s", what)
+        except Exception:  # a filter of the program's
+            return
 
 
 def _of_signal_handler(error: BaseException) -> bool:

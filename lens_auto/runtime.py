@@ -125,7 +125,7 @@ def _finish_children(run_id: str) -> None:
             logger.warning("lens-auto: %s", problem)
         _wait_for_exporter(key)
     except Exception as error:
-        guard.site("finish").fault(error)
+        guard.failed("finish", error)
         guard.tell(f"what killed processes left could not be moved ({error}); `lens-auto report` can still read it")
 
 
@@ -210,6 +210,10 @@ def become_rank(by_init: bool = False) -> Recorder | None:
         return _start_recorder(by_init)
     except Exception as error:
         start.fault(error)
+        start.reason = (
+            start.reason or f"{type(error).__name__}: {error}"
+        )  # a second try would meet the first one's files
+        guard.tell(f"the recorder failed when it started ({start.reason}); the training program is not affected")
         return recorder
 
 
@@ -250,7 +254,7 @@ def _attach_context() -> None:
 
         current_context.attach()
     except Exception as error:
-        guard.site("context").fault(error)
+        guard.failed("context", error)
 
 
 def _make_recorder(current: Settings) -> tuple[Recorder, Housekeeper]:
@@ -428,7 +432,7 @@ def close() -> None:
         if rank in (0, -1) and place is not None and not silent:
             print(f"lens-auto: recorded; see it with: lens-auto report {_short(place)}", file=sys.stderr, flush=True)
     except Exception as error:
-        guard.site("close").fault(error)
+        guard.failed("close", error)
         guard.tell(f"the records could not be closed ({error}); `lens-auto report` can still read them")
 
 

@@ -32,7 +32,9 @@ ENTRIES = re.compile(
     r"instrumentors\.\w+\.\w+\.<locals>\.hook$|instrumentors\.optimizer\._StepHooks\.(before|after)$"
     r"|instrumentors\._comm\._gone$|instrumentors\.ddp\._Reducer\.flush$"
 )
-_TORCHS_OWN = re.compile(r"(\[rank\d+\]:)?\[?[WIE]\d{4} |Exception raised from |frame #\d+: |\s*$")
+_TORCHS_OWN = re.compile(
+    r"(\[rank\d+\]:)?\[?[WIE]\d{4} |Exception raised from |frame #\d+: |<omitting python frames>|\s*$"
+)
 
 
 def said(lines: str) -> list[str]:

@@ -47,7 +47,7 @@ class Ending:
             try:
                 self.note(value, traceback)
             except Exception as problem:
-                guard.site("ending").fault(problem)
+                guard.failed("ending", problem)
             previous(kind, value, traceback)
 
         self._hook = sys.excepthook = excepthook

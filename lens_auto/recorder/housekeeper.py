@@ -136,7 +136,7 @@ class Housekeeper:
                 self.tick()
                 pause_s = self._pause_s()
             except Exception as error:
-                guard.site("housekeeper").fault(error)
+                guard.failed("housekeeper", error)
             self.recorder.wake.wait(pause_s)
             self.recorder.wake.clear()
 
