@@ -204,15 +204,13 @@ def become_rank(by_init: bool = False) -> Recorder | None:
     if recorder is not None:
         return recorder
     start = guard.site("recorder")
-    if start.reason:  # it failed too often
+    if start.reason:  # it failed; a second try would meet the files of the first
         return None
     try:
         return _start_recorder(by_init)
     except Exception as error:
         start.fault(error)
-        start.reason = (
-            start.reason or f"{type(error).__name__}: {error}"
-        )  # a second try would meet the first one's files
+        start.reason = f"{type(error).__name__}: {error}"  # a second try would meet the first one's files
         guard.tell(f"the recorder failed when it started ({start.reason}); the training program is not affected")
         return recorder
 

@@ -502,6 +502,7 @@ def lives(folder: str, modes: list[str], known: list[str], only: list[str]) -> N
     for each in entry_points(group="opentelemetry_instrumentor"):
         if each.value.startswith("instrumentors."):
             each.load()  # imported once for all
+    from lens_auto import faults
     from lens_auto.recorder import housekeeper  # noqa: F401
 
     names: list[str] = []
@@ -511,8 +512,13 @@ def lives(folder: str, modes: list[str], known: list[str], only: list[str]) -> N
         print(json.dumps(found), flush=True)
     todo = [(name, mode) for name in only or names if name not in known for mode in modes]
     for name, mode in todo:
-        if not (mode == "sleep" and ".<locals>." in name):
-            print(json.dumps(pair(folder, name, mode)), flush=True)
+        try:
+            faults.put(name, mode)
+        except (LookupError, ValueError):  # made by a decorator, or of no use in this mode
+            continue
+        finally:
+            faults.remove()
+        print(json.dumps(pair(folder, name, mode)), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from lens_auto import guard
 from lens_auto.groups import TrainingSpanGroup
 from lens_auto.iteration.store import StoreAccess, patient_store
 
@@ -186,7 +187,11 @@ class Carrier:
                 self.state = "running"
                 self._broadcast(group)
         except Exception as error:
-            self._end(f"{type(error).__name__}: {error}")
+            try:
+                self._end(f"{type(error).__name__}: {error}")
+            except Exception as failure:
+                self.state = "ended"
+                guard.failed("carrier", failure)
 
     def _end(self, reason: str, stalled: bool = False) -> None:
         self.state, self.reason = "ended", reason
