@@ -419,9 +419,12 @@ def close() -> None:
         if recorder is None or _housekeeper is None or _closed:
             return
         _closed = True
-        if recorder.device is not None:
-            recorder.device.finish()
         rank = recorder.rank
+        try:
+            if recorder.device is not None:
+                recorder.device.finish()
+        except Exception as error:
+            guard.failed("device", error)
         recorder = iterations = None
     try:
         current = configure()
