@@ -54,9 +54,8 @@ def test_links_lead_to_the_spans_of_the_senders(spans: dict[int, list[Span]], it
                 assert semconv.DL_COMM_EXPOSED_NS in span.attributes
                 assert not any(link.attributes for link in span.links)
                 counts[direction, iterations[span.trace_id]] += 1
-    # GPipe and 1F1B, three calls each. The second begins with an optimizer that has not stepped yet: by the rule that
-    # is still the iteration in which the first ended.
-    per_iteration = {0: 24, 1: 24, 2: 48, 3: 24, 4: 24}
+    # GPipe and 1F1B, three calls each, with an optimizer each: one training after the other.
+    per_iteration = dict.fromkeys(range(6), 24)
     assert counts == {(each, n): count for each in ("forward", "backward") for n, count in per_iteration.items()}
 
 

@@ -322,10 +322,6 @@ class OtherRanks:
         """Rank 0 has every iteration that it exports at all."""
         return self._exports(0)
 
-    def transfer_ns(self, writer: str, number: int) -> int | None:
-        """A node has not all ranks of a collective at hand: `lens-auto report` and `export` do."""
-        return None
-
     def send_iteration(self, span_id: bytes, sender: int, iteration: int) -> int | None:
         """A send is taken to be in the iteration of its receive."""
         return iteration if self._exports(sender) else None

@@ -17,8 +17,6 @@ import numpy.typing as npt
 from lens_auto import semconv
 from lens_auto.export import pipeline_spans
 from lens_auto.groups import TrainingSpanGroup as Group
-from lens_auto.iteration import bandwidth
-from lens_auto.iteration.bandwidth import Transfers
 from lens_auto.iteration.device_times import DeviceClock, operation_times
 from lens_auto.iteration.origin import span_of
 from lens_auto.iteration.rule import Int64Array, Iterations, Mask, find_iterations
@@ -179,7 +177,6 @@ class _Survey:
         self._kept: dict[str, Looked] = {}
         self._iterations_of_first: dict[bytes, int] = {}
         sends: list[tuple[npt.NDArray[np.uint64], Int64Array]] = []
-        transfers: dict[tuple[bytes, int], list[tuple[WriterFiles, Transfers]]] = {}
         kept_bytes = 0
         for writer in run.writers:
             looked = self.look(writer)
@@ -189,14 +186,6 @@ class _Survey:
             if writer.info.rank == 0 and Group.STEP in writer.info.groups:
                 self._iterations_of_first[looked.seed] = len(looked.iterations)
             sends.append(_sends(looked))
-            found = bandwidth.find_transfers(looked.records.data, looked.records.numbers, writer.string)
-            if len(found):
-                transfers.setdefault((looked.seed, writer.info.world_size), []).append((writer, found))
-        self._transfers: dict[str, tuple[Int64Array, Int64Array]] = {}
-        for writers in transfers.values():
-            times = bandwidth.transfer_times([each for _, each in writers], [writer.string for writer, _ in writers])
-            for (writer, each), took_ns in zip(writers, times, strict=True):
-                self._transfers[writer.name] = (each["number"], took_ns)
         self._send_ids = np.concatenate([found for found, _ in sends]) if sends else np.empty(0, dtype=np.uint64)
         self._send_traces = np.concatenate([found for _, found in sends]) if sends else np.empty(0, dtype=np.int64)
         order = np.argsort(self._send_ids, kind="stable")
@@ -213,13 +202,6 @@ class _Survey:
     def has_first(self, seed: bytes, iteration: int) -> bool:
         """Whether rank 0 has a span for this iteration."""
         return iteration < self._iterations_of_first.get(seed, 0)
-
-    def transfer_ns(self, writer: str, number: int) -> int | None:
-        """How long the transfer of a collective took; None where the times of its ranks do not tell."""
-        numbers, took_ns = self._transfers.get(writer, (_NOTHING, _NOTHING))
-        index = int(np.searchsorted(numbers, number))
-        known = index < len(numbers) and numbers[index] == number and took_ns[index] > 0
-        return int(took_ns[index]) if known else None
 
     def send_iteration(self, span_id: bytes, sender: int, iteration: int) -> int | None:
         """In which iteration's trace a send lies, -1 for the job's; None where the sender is not in this run."""
@@ -414,14 +396,6 @@ class Others(Protocol):
 
     def has_first(self, seed: bytes, iteration: int) -> bool:
         """Whether rank 0 has a span for this iteration."""
-
-    def transfer_ns(self, writer: str, number: int) -> int | None:
-        """How long the transfer of a collective took, by the times of all its ranks; None where they do not tell.
-
-        Args:
-            writer: name of one that recorded it.
-            number: of its record.
-        """
 
     def send_iteration(self, span_id: bytes, sender: int, iteration: int) -> int | None:
         """In which iteration's trace the span of a send lies, -1 for the job's; None where it is not exported.
@@ -669,8 +643,6 @@ class SpanMaker:
                     self._complete(span, row, record)
                 elif record.kind == Kind.FSDP and row in self._devices.of:
                     self._complete_by_device(span, *self._devices.of[row])
-                if record.kind == Kind.COLLECTIVE:
-                    self._add_bandwidth(span, row, record)
                 if record.kind == Kind.RECV:
                     self._link_to_send(span, record, iteration, in_job)
                 elif record.kind == Kind.PIPELINE_RECV:
@@ -823,15 +795,6 @@ class SpanMaker:
             span.attributes[semconv.DL_COMM_EXPOSED_NS] = exposed_ns
         else:
             span.attributes[semconv.LENS_TIMING_SOURCE] = semconv.TIMING_HOST_ENQUEUE
-
-    def _add_bandwidth(self, span: Span, row: int, record: _Record) -> None:
-        took_ns = self._survey.transfer_ns(self._writer.name, int(self._numbers[row]))
-        if took_ns is None:
-            return
-        operation, size = self._writer.string(record.name), record.group_size
-        algorithm = bandwidth.whole_bytes(operation, record.bytes, size) / took_ns * 1e9
-        span.attributes[semconv.DL_COMM_ALGORITHM_BANDWIDTH] = algorithm
-        span.attributes[semconv.DL_COMM_BUS_BANDWIDTH] = algorithm * bandwidth.bus_factor(operation, size)
 
     @staticmethod
     def _complete_by_device(span: Span, duration_ns: int, exposed_ns: int, by_flight: bool) -> None:
