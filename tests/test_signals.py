@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,11 +212,16 @@ def test_ends_as_without_us(ended: Ended) -> None:
     assert all(each["out"] == "handled 15\n" for each in lens if each["way"] == "SIGTERM handled")
 
 
+def numbered(writer: Writer) -> int:
+    """Which child it was."""
+    return int(writer.info["resource"].get("dl.local_rank", writer.rank))
+
+
 def test_everything_recorded_before_is_there(ended: Ended) -> None:
     lens, run = ended.lens, ended.run
     writers: dict[int, Writer] = {}
     for writer in read_run(run.run_dir):
-        writers[int(writer.info["resource"].get("dl.local_rank", writer.rank))] = writer
+        writers[numbered(writer)] = writer
     assert run.spooled == []
     for each in lens:
         writer = writers[each["number"]]
@@ -234,10 +241,17 @@ def test_everything_recorded_before_is_there(ended: Ended) -> None:
             assert live.phase.phase == PHASES[each["phase"]], each
 
 
-def test_the_report_says_who_was_killed(ended: Ended) -> None:
-    lens, run = ended.lens, ended.run
-    result = CliRunner().invoke(app, ["postmortem", str(run.run_dir), "--json"])
+def test_the_report_says_who_was_killed(ended: Ended, tmp_path: Path) -> None:
+    """Of the ranks of one number, which the children of `collective` all are, the newest counts: this one alone."""
+    (killed,) = [each for each in ended.lens if each["way"] == "SIGKILL" and each["phase"] == "collective"]
+    (writer,) = [writer for writer in read_run(ended.run.run_dir) if numbered(writer) == killed["number"]]
+    shutil.copy(ended.run.run_dir / "manifest.json", tmp_path)
+    shutil.copytree(ended.run.run_dir / "ranks" / str(writer.info["writer"]), tmp_path / "ranks" / "killed")
+    result = CliRunner().invoke(app, ["postmortem", str(tmp_path), "--json"])
     assert result.exit_code == 0, result.output
-    (killed,) = [each["number"] for each in lens if each["way"] == "SIGKILL" and each["phase"] == "collective"]
-    assert "SIGKILL" in result.output and "recv" in result.output
-    assert str(killed) in result.output
+    found = json.loads(result.output)
+    (rank,) = [each for each in found["ranks"] if each["state"] == "died"]
+    assert (found["first_to_fail"], rank["end"]["signal"]) == (rank["rank"], "SIGKILL")
+    (operation,) = rank["in_flight"]
+    assert operation["op"] == "recv"
+    assert operation["since"] < rank["end"]["at"]
