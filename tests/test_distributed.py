@@ -87,7 +87,8 @@ with tracer.start_as_current_span(f"stage {rank}") as stage:
         found["sender"] = f"{trace.get_current_span(sent).get_span_context().span_id:016x}"
 span = create_linked_span(tracer, "linked", remote_carrier=found["usual"]["carrier"], rank=rank)
 found["link"] = f"{span.links[0].context.span_id:016x}"
-print(json.dumps(found), flush=True)
+with open(f"found-{found['rank']}.json", "w") as file:
+    json.dump(found, file)
 dist.destroy_process_group()
 """
 
@@ -102,7 +103,7 @@ def ranks(launch_once: Launcher) -> list[dict[str, Any]]:
 
 def outputs(run: Run) -> list[dict[str, Any]]:
     assert run.code == 0, run.stderr
-    return sorted((json.loads(line) for line in run.stdout.splitlines()), key=lambda found: int(found["rank"]))
+    return [json.loads((run.cwd / f"found-{rank}.json").read_text()) for rank in range(2)]
 
 
 def span_id(carrier: dict[str, str]) -> str:

@@ -105,6 +105,7 @@ def check_lives(launch: Launcher, modes: tuple[str, ...], only: tuple[str, ...],
     return len(others)
 
 
+@pytest.mark.slow
 def test_a_function_of_a_ranks_life(launch: Launcher) -> None:
     assert check_lives(launch, ("raise",), OF_A_LIFE, 100) == len(OF_A_LIFE)
 

@@ -66,7 +66,7 @@ PLANS = [
     Plan("first_never_steps", slow=True),
     Plan("stops_early", slow=True),
     Plan("stops_early", env=DERIVED, carrier=None, slow=True, name="stops_early derived"),
-    Plan("first_stops_early"),
+    Plan("first_stops_early", slow=True),
     Plan("first_stops_early", env=DERIVED, carrier=None, name="first_stops_early derived"),
     Plan("first_sleeps", kill_after=1, real_end=True),
     Plan("second_sleeps", kill_after=0, slow=True),

@@ -333,6 +333,7 @@ def test_what_is_waited_for_together_says_so(pipelines: Pipelines) -> None:
     assert len(together) == ITERATIONS * (MICROBATCHES - 2)  # all but those of the end, which nothing is sent with
 
 
+@pytest.mark.slow
 def test_with_the_group_off_calls_are_counted_and_nothing_else(launch: Launcher) -> None:
     """Ranks that switch the group on later must agree on the numbers."""
     switch = "runtime.set_groups(frozenset({'pipeline'}))"

@@ -196,6 +196,7 @@ def test_skew_is_what_lasts() -> None:
     assert skew.widest == 9
 
 
+@pytest.mark.slow
 def test_ranks_that_drift_apart_say_so(launch: Launcher) -> None:
     (result,) = results(start(launch, {"case": "drifting"}))
     spans = read_spans(Path(result["folder"]) / "run")
@@ -256,7 +257,7 @@ def _send_id(writer: Writer, row: Row, source: int, target: int) -> bytes:
     return ids.send_span_id(seed, row.group, row.init, source, target, row.tag, row.seq)
 
 
-@pytest.mark.parametrize("hang_timeout_s", ["300", "0"])
+@pytest.mark.parametrize("hang_timeout_s", [pytest.param("300", marks=pytest.mark.slow), "0"])
 def test_windows(launch: Launcher, hang_timeout_s: str) -> None:
     env = {
         "NEMO_LENS_SPAN_GROUPS": "all",

@@ -441,7 +441,10 @@ run_ranks(main, 2)
 """
 
 
-@pytest.mark.parametrize(("fault", "rank", "cause"), [("dataset", 1, "data_loading"), ("backward", 0, "backward")])
+@pytest.mark.parametrize(
+    ("fault", "rank", "cause"),
+    [pytest.param("dataset", 1, "data_loading", marks=pytest.mark.slow), ("backward", 0, "backward")],
+)
 def test_a_real_straggler(launch: Launcher, fault: str, rank: int, cause: str) -> None:
     """Backward is slow inside the all-reduce that hides it: every rank's backward takes as long."""
     args = ("--fault", fault, "--rank", str(rank), "--steps", "30", "--delay-ms", "100")
