@@ -73,6 +73,7 @@ def check_hooks(bare: list[Any], ranks: list[Any]) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_any_function_that_a_hook_calls(launch: Launcher) -> None:
     check_hooks(*run_both(launch, "each"))
 

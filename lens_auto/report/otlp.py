@@ -228,7 +228,8 @@ class _SpanWriter(WriterFiles):
         names = RECORD_DTYPE.names or ()
         data = np.zeros(len(rows), dtype=RECORD_DTYPE)
         for at, name in enumerate(names):
-            data[name] = [row[at] for row in rows]
+            allowed = np.iinfo(RECORD_DTYPE[name])  # whatever the file says
+            data[name] = [min(max(row[at], int(allowed.min)), int(allowed.max)) for row in rows]
         return Records(data, np.arange(len(data), dtype=np.int64), 0, 0, 0)
 
     def _closing_steps(self) -> set[int] | None:
