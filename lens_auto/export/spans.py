@@ -46,7 +46,6 @@ _AMBIGUOUS = int(Flag.AMBIGUOUS)
 _END_UNKNOWN = int(Flag.END_UNKNOWN)
 _FLIGHT = int(Flag.FLIGHT)
 _UNKNOWN_PREFIX = "lens.record."
-_NOTHING: Int64Array = np.empty(0, dtype=np.int64)
 _CHUNK = 16_384
 
 

@@ -41,7 +41,6 @@ _FAR = np.iinfo(np.int64).max
 
 TRANSFER_DTYPE = np.dtype(
     [
-        ("number", "<i8"),  # of the record
         ("operation", "<u4"),  # string ids of the writer
         ("group", "<u4"),
         ("init", "<i8"),
@@ -104,7 +103,6 @@ def find_transfers(data: npt.NDArray[np.void], numbers: Int64Array, string: Call
     by_device = times.duration_ns > 0
     blocking = ((data["flags"][rows] & (Flag.ASYNC | Flag.ENQUEUE | Flag.FLIGHT)) == 0) & (end_ns > start_ns)
     found = np.zeros(len(rows), dtype=TRANSFER_DTYPE)
-    found["number"] = numbers[rows]
     found["operation"] = data["name"][rows]
     for name in ("group", "init", "seq", "bytes", "group_size"):
         found[name] = data[name][rows]
@@ -114,7 +112,7 @@ def find_transfers(data: npt.NDArray[np.void], numbers: Int64Array, string: Call
     return kept
 
 
-def transfer_times(found: Sequence[Transfers], strings: Sequence[Callable[[int], str]]) -> list[Int64Array]:
+def _transfer_times(found: Sequence[Transfers], strings: Sequence[Callable[[int], str]]) -> list[Int64Array]:
     """How long the transfer of each collective took, for each writer in the order of its transfers; -1 unknown.
 
     Args:
@@ -158,7 +156,7 @@ def bandwidths(found: Sequence[Transfers], strings: Sequence[Callable[[int], str
         strings: text of a string id, of each of them.
     """
     totals: dict[tuple[str, int, int], list[float]] = {}
-    for transfers, took, string in zip(found, transfer_times(found, strings), strings, strict=True):
+    for transfers, took, string in zip(found, _transfer_times(found, strings), strings, strict=True):
         known = took > 0
         transfers, took = transfers[known], took[known]
         keys = transfers[["operation", "group_size", "timing"]]

@@ -187,7 +187,7 @@ class HangWatch:
     def _held_since(self, slot: Slot) -> int:
         """Since when an operation is held up: not while the training thread gets on with something else."""
         since = max(slot.start_ns, self._phase_ns)
-        return since if slot.place == 0 else max(since, self._slot_ns[0])
+        return since if slot.slot == 0 else max(since, self._slot_ns[0])
 
     def _slots(self) -> list[Slot]:
         read = (layout.read_slot(self._recorder.live.buffer, index) for index in range(layout.LIVE_SLOTS))
@@ -256,7 +256,7 @@ class HangWatch:
                 slot.group if slot is not None else recorder.strings.id(operation["group"] or ""),
                 slot.dtype if slot is not None else 0,
                 -1 if operation["seq"] is None else operation["seq"],
-                slot.nbytes if slot is not None else 0,
+                slot.bytes if slot is not None else 0,
                 slot.peer if slot is not None else -1,
                 slot.tag if slot is not None else 0,
                 slot.group_size if slot is not None else len(operation["peers"] or ()),
@@ -353,7 +353,7 @@ class HangWatch:
             seq=slot.seq if slot.seq >= 0 else None,
             peer=slot.peer if slot.peer >= 0 else None,
             tag=slot.tag,
-            bytes=slot.nbytes,
+            bytes=slot.bytes,
             dtype=strings.text(slot.dtype) or None,
             group_size=slot.group_size or None,
             peers=self._peers(group),

@@ -172,11 +172,11 @@ class Slot(NamedTuple):
     """An operation that a thread is in. Names are string ids.
 
     Attributes:
-        place: which slot of the page.
+        slot: which of the page.
         consistent: whether it was read whole, and not while it was written.
     """
 
-    place: int
+    slot: int
     consistent: bool
     kind: int
     thread: int
@@ -188,8 +188,16 @@ class Slot(NamedTuple):
     tag: int
     start_ns: int
     seq: int
-    nbytes: int
+    bytes: int
     dtype: int
+
+    @property
+    def kind_name(self) -> str:
+        """The kind in lower case, or its number where it is unknown."""
+        try:
+            return Kind(self.kind).name.lower()
+        except ValueError:
+            return f"kind {self.kind}"
 
 
 def slot_offset(index: int) -> int:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import orjson
 
 from lens_auto.recorder import layout
-from lens_auto.recorder.layout import FORMAT_VERSION, RECORD_FIELDS, SEGMENT_RECORDS, Kind, Phase, WriterState
+from lens_auto.recorder.layout import FORMAT_VERSION, RECORD_FIELDS, SEGMENT_RECORDS, Phase, Slot, WriterState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -317,34 +317,6 @@ class LivePhase:
 
 
 @dataclass(frozen=True)
-class LiveSlot:
-    """An operation that a thread was in. String fields are ids into the writer's strings."""
-
-    slot: int
-    consistent: bool
-    kind: int
-    thread: int
-    native_id: int
-    name: int
-    group: int
-    group_size: int
-    peer: int
-    tag: int
-    start_ns: int
-    seq: int
-    bytes: int
-    dtype: int
-
-    @property
-    def kind_name(self) -> str:
-        """The kind in lower case, or its number where it is unknown."""
-        try:
-            return Kind(self.kind).name.lower()
-        except ValueError:
-            return f"kind {self.kind}"
-
-
-@dataclass(frozen=True)
 class LiveFile:
     """A writer's live page. Times are monotonic nanoseconds of its host unless they say wall."""
 
@@ -364,7 +336,7 @@ class LiveFile:
     kept_bytes: int
     segments: int
     issued: tuple[int, ...]  # operations issued, by process group in the order of `process_groups` of writer.json
-    slots: tuple[LiveSlot, ...]
+    slots: tuple[Slot, ...]
 
     @property
     def consistent(self) -> bool:
@@ -441,11 +413,11 @@ def _parse_phase(page: bytes) -> LivePhase:
     )
 
 
-def _parse_slots(page: bytes) -> Iterator[LiveSlot]:
+def _parse_slots(page: bytes) -> Iterator[Slot]:
     for index in range(layout.LIVE_SLOTS):
         slot = layout.read_slot(page, index)
         if slot.kind:
-            yield LiveSlot(*slot)
+            yield slot
 
 
 # --- strings ----------------------------------------------------------------------------------------------------------
@@ -957,7 +929,6 @@ __all__ = [
     "Clock",
     "LiveFile",
     "LivePhase",
-    "LiveSlot",
     "RecordArray",
     "Records",
     "RunDirectory",
