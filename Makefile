@@ -34,7 +34,7 @@ demo: $(RUN_STAMP) ## train a small GPT on two ranks, then print the report of t
 	lens-auto report "$$run_dir"
 
 test: $(TEST_STAMP) ## run every test
-	$(BIN)/python -m pytest tests -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(DEV_STAMP) ## check style and formatting
 	$(BIN)/ruff check .

@@ -87,6 +87,7 @@ def check_records_stay_in_spool(run: Run, wanted: Path) -> None:
     assert run.run_dirs == []
 
 
+@pytest.mark.slow
 def test_run_directory_below_a_file(launch: Launcher) -> None:
     (launch.cwd / "file").write_text("not a folder")
     wanted = launch.cwd / "file" / "run"

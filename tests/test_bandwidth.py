@@ -102,6 +102,7 @@ def test_times_that_measure_no_transfer(ranks: Ranks, name: str, flags: int, siz
 
 PROGRAM = """
 import torch
+import torch._dynamo  # the first optimizer imports it, which takes seconds
 import torch.distributed as dist
 
 def main(rank):
@@ -121,6 +122,7 @@ run_ranks(main, 3)
 """
 
 
+@pytest.mark.slow
 def test_ranks_on_gloo(launch: Launcher) -> None:
     run = launch.instrumented(RUN_RANKS + PROGRAM, env={"NEMO_LENS_SPAN_GROUPS": "all"})
     assert run.code == 0, run.stderr

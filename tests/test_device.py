@@ -467,6 +467,7 @@ DEVICE_RANKS = """
 import sys, time
 sys.path.insert(0, {tests!r})
 import torch
+import torch._dynamo  # the first optimizer imports it, which takes seconds
 import torch.distributed as dist
 import fake_cuda
 

@@ -52,7 +52,7 @@ def run_both(launch: Launcher, how: str, timeout_s: float = 240) -> tuple[list[A
     return found[0], found[1]
 
 
-def check_hooks(bare: list[Any], ranks: list[Any]) -> None:
+def check_hooks(bare: list[Any], ranks: list[Any], at_least: int) -> None:
     for before, now in zip(bare, ranks, strict=True):
         assert now["problems"] == []
         assert now["expected"] == before["expected"]
@@ -64,24 +64,24 @@ def check_hooks(bare: list[Any], ranks: list[Any]) -> None:
             assert bool(ours) == bool(now["off"][fault]), (fault, ours, now["off"][fault])
     assert [name for name in ranks[0]["entries"] if not ENTRIES.match(name)] == []
     faults = ranks[0]["struck"]
-    assert len(faults) > 200
+    assert len(faults) > at_least
     assert [fault for fault in faults if not faults[fault] + ranks[1]["struck"][fault]] == []
     off = {fault for fault in faults if ranks[0]["off"][fault]}
     # A sleep is no failure; most others are, and often enough within one iteration.
     assert not [fault for fault in off if fault.endswith(":sleep")]
-    assert len(off) > 100
+    assert len(off) > at_least / 2
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.slow
 def test_any_function_that_a_hook_calls(launch: Launcher) -> None:
-    check_hooks(*run_both(launch, "each"))
+    """It raises; what else it may do: below."""
+    check_hooks(*run_both(launch, "each"), at_least=100)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_any_function_in_all_hooks(launch: Launcher) -> None:
-    check_hooks(*run_both(launch, "wide", 800))
+    check_hooks(*run_both(launch, "wide", 800), at_least=300)
 
 
 def check_lives(launch: Launcher, modes: tuple[str, ...], only: tuple[str, ...], timeout_s: float) -> int:

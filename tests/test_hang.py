@@ -379,6 +379,7 @@ def test_slow_but_healthy_and_a_hang_that_ends(launch: Launcher) -> None:
 HELD_UP = """
 import os, time
 import torch
+import torch._dynamo  # the first optimizer imports it, which takes seconds
 import torch.distributed as dist
 
 def main(rank):

@@ -18,24 +18,20 @@ from lens_auto.recorder.housekeeper import Housekeeper
 from lens_auto.recorder.layout import Flag, Kind
 from lens_auto.recorder.recorder import Recorder
 
-# Three iterations on each rank, gradients averaged by hand. Without an optimizer it is seconds faster: the first one
-# that a process makes imports torch._dynamo.
+# Three backwards on each rank, gradients averaged by hand. No optimizer: the first one that a process makes imports
+# torch._dynamo, which takes seconds.
 TRAIN = """
 import sys
 import torch
 import torch.distributed as dist
 
-def train(with_optimizer):
+def train():
     dist.init_process_group("gloo")
     model = torch.nn.Linear(4, 1)
-    if with_optimizer:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         model(torch.ones(2, 4)).sum().backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
-        if with_optimizer:
-            optimizer.step()
     sys.stdout.write(f"rank {dist.get_rank()} trained\\n")  # one write: ranks share the pipe
     dist.destroy_process_group()
 """
@@ -72,24 +68,24 @@ def check_two_ranks(run: Run, *, iterations: int = 3) -> list[Writer]:
 
 
 def test_torchrun(launch: Launcher) -> None:
-    program = launch.program(TRAIN + "train(with_optimizer=True)\n")
+    program = launch.program(TRAIN + "train()\n")
     port = str(free_port())
     run = launch.run(*INSTRUMENT, *TORCHRUN, "--nproc-per-node=2", f"--master-port={port}", program)
-    writers = check_two_ranks(run)
+    writers = check_two_ranks(run, iterations=0)
     assert [writer.info["local_rank"] for writer in writers] == [0, 1]
     assert [writer.info["resource"]["dl.rank"] for writer in writers] == [0, 1]
     assert {writer.info["resource"]["torchelastic.local_world_size"] for writer in writers} == {2}
 
 
 def test_python_m_torch_distributed_run(launch: Launcher) -> None:
-    program = launch.program(TRAIN + "train(with_optimizer=False)\n")
+    program = launch.program(TRAIN + "train()\n")
     run = launch.run(*INSTRUMENT, *PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program)
     check_two_ranks(run, iterations=0)
 
 
 def test_torchrun_that_starts_opentelemetry_instrument(launch: Launcher) -> None:
     """The launcher does not run us here: the ranks have no run id in common until they agree on one."""
-    program = launch.program(TRAIN + "train(with_optimizer=False)\n")
+    program = launch.program(TRAIN + "train()\n")
     port = str(free_port())
     launcher = (*TORCHRUN, "--no-python", "--nproc-per-node=2", f"--master-port={port}")
     run = launch.run(*launcher, *INSTRUMENT, *PYTHON, program)
@@ -101,7 +97,7 @@ def test_multiprocessing_spawn(launch: Launcher) -> None:
     def rank_main(rank):
         import os
         os.environ.update(RANK=str(rank), WORLD_SIZE="2")
-        train(with_optimizer=False)
+        train()
 
     if __name__ == "__main__":
         torch.multiprocessing.spawn(rank_main, nprocs=2)
@@ -111,7 +107,7 @@ def test_multiprocessing_spawn(launch: Launcher) -> None:
 
 
 def test_ranks_by_hand_without_a_common_parent(launch: Launcher) -> None:
-    program = launch.program(TRAIN + "train(with_optimizer=False)\n")
+    program = launch.program(TRAIN + "train()\n")
     world = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
     started = [launch.start((*INSTRUMENT, *PYTHON, program), {**world, "RANK": rank}) for rank in "01"]
     runs = [each.wait() for each in started]
@@ -145,6 +141,7 @@ def test_instrument_after_torch_was_imported(launch: Launcher) -> None:
     """Names that were bound before are ours as well, the same object under all of them."""
     bound_before = """
     import torch
+    import torch._dynamo  # the first optimizer imports it, which takes seconds
     import torch.distributed as dist
     from torch.distributed import all_reduce, batch_isend_irecv, irecv
     bare = [all_reduce]
@@ -239,10 +236,22 @@ def test_dataloader_workers(launch: Launcher) -> None:
     assert [row.seq for row in fetches if row.flags & Flag.EXHAUSTED] == [4, 4, 4]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_torch_compile_children(launch: Launcher) -> None:
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        pytest.param(
+            "inductor",
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
+            ],
+        ),
+    ],
+)
+def test_torch_compile_children(launch: Launcher, backend: str) -> None:
     source = """
-    import json, os, torch
+    import json, os, sys, torch
     from pathlib import Path
     from torch._inductor.async_compile import AsyncCompile
 
@@ -259,7 +268,7 @@ def test_torch_compile_children(launch: Launcher) -> None:
     AsyncCompile.wait_pool_ready()
     workers = children(os.getpid())
 
-    @torch.compile
+    @torch.compile(backend=sys.argv[1])
     def half(x):
         return (x.sin() + 1) / 2
 
@@ -276,7 +285,7 @@ def test_torch_compile_children(launch: Launcher) -> None:
         "TORCHINDUCTOR_CACHE_DIR": str(launch.folder / "inductor"),
         "TORCHINDUCTOR_COMPILE_THREADS": "2",
     }
-    run = launch.instrumented(source, env=inductor, timeout_s=100).check()
+    run = launch.instrumented(source, backend, env=inductor, timeout_s=100).check()
     said = json.loads(run.stdout)
     assert len(said["workers"]) == 3  # the pool's own process, which runs us, and two that it forks
     (writer,) = read_run(run.run_dir)
@@ -343,7 +352,10 @@ def test_another_distro_and_ours_chosen(launch: Launcher, other_distro: dict[str
 SWITCHES = {"NEMO_LENS_DISABLED": "1", "NEMO_LENS_ENABLED": "0", "OTEL_SDK_DISABLED": "true"}
 
 
-@pytest.mark.parametrize("variable", SWITCHES)
+@pytest.mark.parametrize(
+    "variable",
+    ["NEMO_LENS_DISABLED", *(pytest.param(each, marks=pytest.mark.slow) for each in list(SWITCHES)[1:])],
+)
 def test_disabled(launch: Launcher, variable: str) -> None:
     source = """
     import json, os, threading, types
@@ -381,6 +393,7 @@ def test_disabled(launch: Launcher, variable: str) -> None:
     assert [path.name for path in run.cwd.iterdir()] == ["program.py"]
 
 
+@pytest.mark.slow
 def test_ended_by_a_signal(launch: Launcher) -> None:
     """The launcher finishes what a killed rank left in the spool, and the exit status stays the program's."""
     source = f"""

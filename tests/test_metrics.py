@@ -454,6 +454,7 @@ def test_prometheus_is_waited_for_and_ports_are_shared(tmp_path: Path) -> None:
 TRAIN = f"""{RUN_RANKS}
 import json, sys
 import torch
+import torch._dynamo  # the first optimizer imports it, which takes seconds
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 

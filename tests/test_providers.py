@@ -252,6 +252,7 @@ RANKS = """
 import logging
 import time
 import torch
+import torch._dynamo  # the first optimizer imports it, which takes seconds
 import torch.distributed as dist
 from opentelemetry import trace
 from lens_auto import runtime, span_cm

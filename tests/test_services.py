@@ -274,6 +274,7 @@ def test_services_say_where_their_spans_are_and_nothing_else(outcome: Outcome) -
             assert line.startswith("lens-auto: spans of this process are in lens-runs/the-run/services/")
 
 
+@pytest.mark.slow
 @needs_services
 def test_the_example_with_per_rollout(launch: Launcher) -> None:
     run = launch.run(

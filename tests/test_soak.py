@@ -18,6 +18,7 @@ PROGRAM = (
     + """
 import json, os, threading, time
 import torch
+import torch._dynamo  # the first optimizer imports it, which takes seconds
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 

@@ -22,6 +22,7 @@ from lens_auto.report.top import Look, RankNow, Watch, headline, table_of
 
 HANGING = """
 import os, time, torch, torch.distributed as dist
+import torch._dynamo  # the first optimizer imports it, which takes seconds
 def main(rank):
     dist.init_process_group("gloo")
     model = torch.nn.Linear(4, 4)

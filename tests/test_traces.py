@@ -45,7 +45,7 @@ def main(rank):
 GROUPS = {"NEMO_LENS_SPAN_GROUPS": "all"}
 
 
-@pytest.fixture(scope="module", params=["common parent", "no common parent"])
+@pytest.fixture(scope="module", params=[pytest.param("common parent", marks=pytest.mark.slow), "no common parent"])
 def alike(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Launcher, list[str]]:
     """A run whose ranks seeded every generator alike, and what they drew after training."""
     launcher = Launcher(tmp_path_factory.mktemp("alike"))

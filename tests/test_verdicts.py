@@ -435,6 +435,7 @@ def verdict_of(run_dir: Path) -> tuple[str, list[int], str | None]:
 FORKED = """
 import runpy, sys
 import torch
+import torch._dynamo  # the first optimizer imports it, which takes seconds
 def main(rank):
     runpy.run_path(sys.argv[1], run_name="example")["main"](sys.argv[2:])
 run_ranks(main, 2)
