@@ -6,9 +6,9 @@ Arguments: pairs of blocks; `beside`, `killed` (its exporter is killed in the mi
 
 from __future__ import annotations
 
-import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -28,13 +28,13 @@ def status_bytes(pid: int | str, field: str) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def running_exporter() -> int:
-    """The pid of the exporter that runs; the housekeeper starts the first, and another where one was killed."""
+def running_exporter() -> subprocess.Popen[bytes]:
+    """The exporter that runs; the housekeeper starts the first, and another where one was killed."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         for process in reversed(launch._started):
             if process.poll() is None:
-                return process.pid
+                return process
         time.sleep(0.05)
     raise RuntimeError(f"no exporter within {PATIENCE_S:.0f} s")
 
@@ -58,7 +58,7 @@ def main(pairs: int, mode: str) -> None:
         return wall_ns, cpu_ns
 
     block()
-    exporter = 0
+    exporter: subprocess.Popen[bytes] | None = None
     if mode != "bare":
         exporter = running_exporter()
         time.sleep(3)  # it has imported what it needs
@@ -68,18 +68,19 @@ def main(pairs: int, mode: str) -> None:
     for number in range(pairs):
         if exporter:
             if mode == "killed" and number == pairs // 2:
-                peak = status_bytes(exporter, "VmHWM")
-                os.kill(exporter, signal.SIGKILL)
+                peak = status_bytes(exporter.pid, "VmHWM")
+                exporter.kill()
+                exporter.wait()
                 exporter = running_exporter()
                 time.sleep(3)
-            os.kill(exporter, signal.SIGSTOP)
+            exporter.send_signal(signal.SIGSTOP)
         stopped.append(block())
         if exporter:
-            os.kill(exporter, signal.SIGCONT)
+            exporter.send_signal(signal.SIGCONT)
         running.append(block())
         report_progress(number / pairs)
     if exporter:
-        peak = max(peak, status_bytes(exporter, "VmHWM"))  # which also says that it still runs
+        peak = max(peak, status_bytes(exporter.pid, "VmHWM"))  # which also says that it still runs
     leave_result(
         {
             "running": running,

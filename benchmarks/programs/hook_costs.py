@@ -22,6 +22,7 @@ from benchmarks.child import leave_result, report_progress
 from benchmarks.timing import calls, interleave, over, undisturbed_ns
 from instrumentors._patch import Patches
 from lens_auto import guard, runtime
+from lens_auto.recorder.layout import LIVE_SLOT, OPERATION
 
 COUNT = 100  # calls in a block
 SITE = "torch.distributed.all_reduce"
@@ -36,14 +37,62 @@ def pass_through(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return wrapped(*args, **kwargs)
 
 
-def stand_in(gate: list[bool]) -> Any:
-    """`nothing`, wrapped as every hook is, behind the given gate."""
+def stand_in(gate: list[bool], function: Any = nothing, hook: Any = pass_through) -> Any:
+    """A function, wrapped as every hook is, behind the given gate."""
     module = ModuleType("stand_in")
-    module.nothing = nothing  # type: ignore[attr-defined]
-    site = guard.Site(f"stand-in {id(gate)}", lambda: True)
+    module.function = function  # type: ignore[attr-defined]
+    site = guard.Site(f"stand-in {id(gate)} {id(hook)}", lambda: True)
     site.gate = gate
-    Patches().wrap(module, "nothing", pass_through, site)
-    return module.nothing
+    Patches().wrap(module, "function", hook, site)
+    return module.function
+
+
+def least_hooks() -> dict[str, Any]:
+    """Hooks of which each does one thing more that a watching hook cannot leave out; by what it adds."""
+    group = dist.group.WORLD
+    number = group._get_sequence_number_for_group  # type: ignore[union-attr]
+    page, now, pack = bytearray(4096), time.monotonic_ns, LIVE_SLOT.pack_into
+    operation = bytes(OPERATION.size)
+    types = {torch.float32: 1}
+
+    def sequence_number(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        number()
+        return wrapped(*args, **kwargs)
+
+    def size_and_type(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        number()
+        tensor = args[0]
+        tensor.nbytes, types[tensor.dtype]
+        return wrapped(*args, **kwargs)
+
+    def slot(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        seq = number()
+        tensor = args[0]
+        start = now()
+        pack(page, 0, start, seq, tensor.nbytes, types[tensor.dtype], operation, start)
+        return wrapped(*args, **kwargs)
+
+    return {
+        "the wrapper around the call": pass_through,
+        "the group's sequence number": sequence_number,
+        "size and type of the tensor": size_and_type,
+        "the clock, and packing the slot": slot,
+    }
+
+
+def ladder(function: Any, bare: Any, tensor: torch.Tensor, gate: list[bool], seconds: float) -> list[str]:
+    """Where a hook's time goes, paid between calls of torch: what each step adds to the one before."""
+    steps = {what: stand_in(gate, bare, hook) for what, hook in least_hooks().items()}
+    blocks = {"bare": calls(bare, tensor), "hook": calls(function, tensor)}
+    blocks |= {what: calls(step, tensor) for what, step in steps.items()}
+    found = interleave(blocks, seconds)
+    costs = {what: over(found[what], found["bare"])[0] / 1e3 for what in [*steps, "hook"]}
+    rows, before = [], 0.0
+    for what, cost in costs.items():
+        name = "all else: thread, group, nesting, guards, leaving; a record" if what == "hook" else what
+        rows.append(f"{cost - before:6.2f} us  {name}")
+        before = cost
+    return rows
 
 
 def nested_wait(seconds: float) -> float | None:
@@ -150,6 +199,10 @@ def main() -> None:
     hook_ns, hook_median_ns = over(found["hook"], found["bare"])
     wrapper_ns, wrapper_median_ns = over(found["wrapped"], found["nothing"])
     cost_ns = wrapper_ns if mode == "off" else hook_ns
+
+    def explain() -> list[str]:
+        return [*ladder(hook, bare, tensor, gate, seconds), *profile(hook, tensor)]
+
     leave_result(
         {
             "hook_us": hook_ns / 1e3,
@@ -159,7 +212,7 @@ def main() -> None:
             "bare_us": undisturbed_ns(found["bare"]) / 1e3,
             "span_us": undisturbed_ns(found["span"]) / 1e3 if mode == "on" else None,
             "wait_ns": nested_wait(seconds / 3) if mode == "watch" else None,
-            "profile": profile(hook, tensor) if cost_ns / 1e3 > limit_us and mode != "off" else [],
+            "profile": explain() if cost_ns / 1e3 > limit_us and mode != "off" else [],
         }
     )
     dist.destroy_process_group()

@@ -31,6 +31,7 @@ LONGEST_PAUSE_S = 30.0
 LONGEST_OBEYED_S = 300.0  # an endpoint that asks for more is asked again after this
 SLOW_S = 1.0  # a try that fails after so long fails for its size, maybe: the next one is smaller
 LOOK_EVERY_S = 0.5
+SMALL_PART = 4096  # records: a writer that had fewer is left alone for a moment, however short its iterations are
 LOOK_SHARE = 20  # looking at a running writer takes at most one part in so many of the time
 TELL_EVERY_S = 10.0
 _FORMAT, _VERSION = "lens-export", 2
@@ -135,11 +136,11 @@ class _Work:
 class _InHand:
     """The part that a lane is at. One at a time: parts are what takes memory."""
 
-    def __init__(self, progress: Progress, part: StreamPart, resource: dict[str, Any]) -> None:
-        self.progress = progress
+    def __init__(self, work: _Work, part: StreamPart, resource: dict[str, Any]) -> None:
+        self.work = work
         self.part = part
         self.resource = resource
-        self.spans = itertools.islice(part.spans(), progress.sent_of_part, None)
+        self.spans = itertools.islice(part.spans(), work.progress.sent_of_part, None)
         self.waiting: list[Span] = []
 
 
@@ -202,7 +203,9 @@ class Lane:
             hand.waiting = list(itertools.islice(hand.spans, BATCH_SPANS))
         if hand.waiting:
             return self._send(hand, hand.waiting[: self._batch_spans])
-        progress = hand.progress
+        work, progress = hand.work, hand.work.progress
+        if hand.part.after.top - progress.position.top < SMALL_PART:
+            work.not_before = time.monotonic() + LOOK_EVERY_S
         progress.position = hand.part.after
         progress.finished = hand.part.cut.last
         progress.cut = None
@@ -220,7 +223,7 @@ class Lane:
             if work.progress.finished or (now < work.not_before and each.ended == work.ended):
                 continue
             work.ended = each.ended
-            found = self._begin(work.progress, each)
+            found = self._begin(work, each)
             if found is not None:
                 self._turn = number + 1
                 return found
@@ -229,7 +232,8 @@ class Lane:
             work.not_before = time.monotonic() + max(LOOK_EVERY_S, pause_s)
         return None
 
-    def _begin(self, progress: Progress, each: Candidate) -> _InHand | None:
+    def _begin(self, work: _Work, each: Candidate) -> _InHand | None:
+        progress = work.progress
         part = next_part(each.writer, progress.position, self._others, each.ended, progress.cut)
         if part is None:
             return None
@@ -240,10 +244,10 @@ class Lane:
             progress.save()
             if part.lost:
                 logger.warning("%s: %d records were gone before they could be sent", each.writer.name, part.lost)
-        return _InHand(progress, part, resource_of(each.writer))
+        return _InHand(work, part, resource_of(each.writer))
 
     def _send(self, hand: _InHand, batch: list[Span]) -> bool:
-        progress = hand.progress
+        progress = hand.work.progress
         wanted = [span for span in batch if self._is_sampled(span)]
         refused = 0
         if wanted:

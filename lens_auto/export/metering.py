@@ -26,7 +26,7 @@ from opentelemetry.sdk.metrics.export import (
 
 from lens_auto import pipelines
 from lens_auto.export.gpus import Gpus, find_gpus
-from lens_auto.export.lane import LOOK_SHARE, Candidate, Progress
+from lens_auto.export.lane import LOOK_SHARE, SMALL_PART, Candidate, Progress
 from lens_auto.export.metrics import Measured, RankMetrics, measure
 from lens_auto.export.spans import resource_of
 from lens_auto.export.stream import next_stretch
@@ -222,6 +222,8 @@ class Metering:
             self._not_before[name] = (time.monotonic() + pause_s, each.ended)
             return False
         self._add(each.writer, measured, progress.position.top == 0)
+        if stretch.after.top - progress.position.top < SMALL_PART:
+            self._not_before[name] = (time.monotonic() + LOOK_EVERY_S, each.ended)
         progress.position = stretch.after
         progress.lost += stretch.lost
         progress.save()
