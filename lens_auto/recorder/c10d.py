@@ -8,7 +8,6 @@ part in a collective, or touches a store.
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import time
 from collections.abc import Callable
@@ -101,6 +100,8 @@ def flight_entries(only_active: bool = False) -> list[dict[str, Any]]:
     """
     if captures.under_way():
         return []
+    import pickle  # torch has imported it
+
     module = sys.modules.get("torch._C._distributed_c10d")
     for name in _DUMPS:
         dump = getattr(module, name, None)
