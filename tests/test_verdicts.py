@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 import pytest
-from launch import INSTRUMENT, RUN_RANKS, TORCHRUN, Launcher
+from launch import INSTRUMENT, PYTHON, RUN_RANKS, TORCHRUN, Launcher
 from simulate import Job, on
 from synthetic import write_run
 
@@ -522,6 +522,17 @@ class TestMatrix:
         finally:
             for each in hogs:
                 each.kill()
+        assert (kind, ranks) == ("straggler", [rank])
+
+    @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 4, reason="two ranks of two threads need four cores")
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_rank_with_half_its_threads(self, launch: Launcher, rank: int) -> None:
+        """On fewer cores it is the rank with more threads that is slow: they wait for each other's core."""
+        shell = f'[ "$RANK" = {rank} ] && threads=1 || threads=2; OMP_NUM_THREADS=$threads exec "$0" "$@"'
+        command = [*INSTRUMENT, *TORCHRUN, "--standalone", "--nproc-per-node", "2", "--no-python", "sh", "-c", shell]
+        arguments = ["--steps", "60", "--width", "256", "--length", "128"]
+        run = launch.start([*command, *PYTHON, STRAGGLER, *arguments]).wait(170)
+        kind, ranks, _ = verdict_of(run.check().run_dir)
         assert (kind, ranks) == ("straggler", [rank])
 
     @pytest.mark.parametrize("rank", [0, 1])

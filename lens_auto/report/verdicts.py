@@ -528,9 +528,12 @@ class Judge:
                 "sort or bucket samples by length, or give each rank the same number of tokens rather than of samples",
                 {"last": counts.tolist()},
             )
+        who = f"another rank is late each time ({most} of the iterations)"
+        if counts.max() >= LATE_IN:
+            who = f"ranks come late too unevenly to blame the one that mostly does ({most} of the iterations)"
         return self._finding(
             *("wandering", [], cause, causes, effect, threshold),
-            f"another rank is late each time ({most} of the iterations), in {_told(cause, causes)}",
+            f"{who}, in {_told(cause, causes)}",
             "look for what shares the hosts: other processes, threads of one's own (OMP_NUM_THREADS x ranks against"
             " cores), a shared file system; more work per iteration makes it matter less",
             {"last": counts.tolist()},
