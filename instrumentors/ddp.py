@@ -31,13 +31,14 @@ _KIND = int(Kind.DDP)
 class _Reducer:
     """One wrapped model: its logger, and the last iteration that was told."""
 
-    __slots__ = ("cuda", "group", "group_size", "logger", "thread", "told")
+    __slots__ = ("cuda", "flags", "group", "group_size", "logger", "thread", "told")
 
     def __init__(self, recorder: Recorder, model: Any) -> None:
         parameter = next(iter(model.module.parameters()), None)
         self.cuda = parameter is not None and parameter.device.type != "cpu"
         self.logger = model.logger
         self.told = -1
+        self.flags = (0, 0)  # of the iteration that runs: what is to be recorded of it when the next one begins
         info = _comm.group_info(recorder, model.process_group)
         self.group = info.name
         self.group_size = info.size
@@ -48,7 +49,10 @@ class _Reducer:
             model.reducer._set_ddp_runtime_logging_sample_rate(1)
 
     def read(self, recorder: Recorder) -> None:
-        """Record what the logger has newly measured."""
+        """Record what the logger has newly measured: the iteration before this one, by the groups of that."""
+        flags, self.flags = self.flags, (recorder.forward_backward, recorder.communication)
+        if not any(flags):
+            return
         found = self.logger._get_ddp_logging_data()
         numbers = found.ints_map
         iteration = int(numbers.get("iteration", 0)) - 1  # it counts the one that begins now
@@ -57,9 +61,11 @@ class _Reducer:
         self.told = iteration
         if numbers.get("backward_compute_time_start", 0) < numbers.get("forward_compute_time_start", 1):
             return  # a forward without a backward: the rest is of an iteration before
-        self._record(recorder, numbers, found.strs_map, iteration)
+        self._record(recorder, numbers, found.strs_map, iteration, *flags)
 
-    def _record(self, recorder: Recorder, numbers: Any, texts: Any, iteration: int) -> None:
+    def _record(
+        self, recorder: Recorder, numbers: Any, texts: Any, iteration: int, phases: int, communication: int
+    ) -> None:
         to_monotonic = c10d.wall_offset_ns()  # the logger's times are wall clock time
         forward = numbers.get("forward_compute_time_start", 0)
         backward = numbers.get("backward_compute_time_start", 0)
@@ -87,11 +93,11 @@ class _Reducer:
                 )
 
         forward_end = forward + numbers.get("forward_compute_time", 0) if self.cuda else backward
-        record("forward", recorder.forward_backward, forward, forward_end)
-        record("backward", recorder.forward_backward, backward, backward_end)
+        record("forward", phases, forward, forward_end)
+        record("backward", phases, backward, backward_end)
         record(
             "communication",
-            recorder.communication,
+            communication,
             start,
             end,
             nbytes=sum(int(size) for size in sizes.replace(" ", "").split(",") if size.isdigit()),
@@ -167,6 +173,8 @@ def _forward_hook(site: Site) -> Hook:
         if reducer is not None and recorder is not None:
             try:
                 reducer.read(recorder)
+                if not any(reducer.flags):
+                    site.refresh()
             except Exception as error:
                 site.fault(error)
         return result
@@ -200,7 +208,10 @@ class DDPInstrumentor(LensInstrumentor):
         _comm.bind(distributed)
         site = guard.site(
             "DistributedDataParallel._pre_forward",
-            lambda: bool({"communication", "forward_backward"} & runtime.groups),
+            lambda: (
+                bool({"communication", "forward_backward"} & runtime.groups)
+                or any(any(each.flags) for each in list(_reducers.values()))
+            ),
         )
         patches.wrap(module.DistributedDataParallel, "_pre_forward", _forward_hook(site), site)
         rate = "_set_ddp_runtime_logging_sample_rate"

@@ -261,7 +261,7 @@ def postmortem(run_dir: RunDir = None, as_json: AsJson = False) -> None:
 def _complete_format(incomplete: str) -> list[str]:
     from lens_auto.export import FORMATS
 
-    return [name for name in FORMATS if name.startswith(incomplete)]
+    return [name for name in (*FORMATS, "otlp") if name.startswith(incomplete)]
 
 
 @app.command()

@@ -133,7 +133,7 @@ def _wait_for_exporter(key: str) -> None:
     """The last process of a job waits, bounded, for the exporter: where it is a container's first, all ends with it."""
     from lens_auto.export import launch
     from lens_auto.export.exporters import exporter_names, metrics_exporter_names
-    from lens_auto.recorder import finish
+    from lens_auto.recorder import finish, rundir
 
     names, metrics = exporter_names(), metrics_exporter_names()
     current = configure()
@@ -144,7 +144,7 @@ def _wait_for_exporter(key: str) -> None:
         console = "console" in (*names, *metrics)
         left = launch.wait_until_sent(folder, max(0.0, deadline - time.monotonic()), console)
         if left and not current.quiet:
-            places = sorted({_short(run_dir) for run_dir in left.values() if run_dir}) or [folder]
+            places = sorted({rundir.shown(run_dir) for run_dir in left.values() if run_dir}) or [folder]
             reason, hopeless = launch.said(folder)
             if not names:
                 why = f" ({reason})" if reason else ""
@@ -427,16 +427,15 @@ def close() -> None:
             guard.failed("device", error)
         recorder = iterations = None
     try:
+        from lens_auto.recorder import rundir
+
         current = configure()
         place = _housekeeper.close(max(0.0, _exit_deadline() - time.monotonic()))
         silent = current.quiet or (_housekeeper.exporting is not None and not _housekeeper.exporting.keeps_records)
         if rank in (0, -1) and place is not None and not silent:
-            print(f"lens-auto: recorded; see it with: lens-auto report {_short(place)}", file=sys.stderr, flush=True)
+            print(
+                f"lens-auto: recorded; see it with: lens-auto report {rundir.shown(place)}", file=sys.stderr, flush=True
+            )
     except Exception as error:
         guard.failed("close", error)
         guard.tell(f"the records could not be closed ({error}); `lens-auto report` can still read them")
-
-
-def _short(path: str) -> str:
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative

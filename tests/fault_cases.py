@@ -291,7 +291,7 @@ class Seen:
             module = next(
                 (
                     name
-                    for name, module in sys.modules.items()
+                    for name, module in list(sys.modules.items())
                     if getattr(module, "__file__", None) == code.co_filename and name != "__main__"
                 ),
                 None,

@@ -44,7 +44,7 @@ class Rank:
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
         self.recorder = Recorder(None, 1, 1, 1 << 20)
-        self.recorder.communication = int(Flag.SPAN)
+        self.recorder.span_flags(frozenset({"communication"}))
         self.device = self.recorder.device = DeviceTimes(self.recorder)
         self.written: list[dict[str, int]] = []
         self.recorder.record = self._record  # type: ignore[method-assign,assignment]
@@ -407,7 +407,8 @@ def test_captures_are_known(launch: Launcher) -> None:
 def test_durations_of_the_flight_recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the job has NCCL take times: of what a hook recorded, and of what C++ issued; some are not over yet."""
     recorder = Recorder(str(tmp_path), 1, 1, 1 << 20)
-    recorder.communication, recorder.init = int(Flag.SPAN), 1
+    recorder.span_flags(frozenset({"communication"}))
+    recorder.init = 1
     watch = SimpleNamespace(issued=lambda: 3, own_records=0, group_size=lambda group: 2)
     keeper: Any = SimpleNamespace(recorder=recorder, watch=watch, open_segments=lambda: [recorder.segment])
     to_wall = -c10d.wall_offset_ns()

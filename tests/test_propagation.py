@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import PYTHON, SCRIPTS, Launcher, Started
+from launch import PYTHON, RUN_RANKS, SCRIPTS, Launcher, Started
 from records import Row, Writer, read_run, read_spans
 from test_no_harm import PROGRAM
 
@@ -268,6 +268,45 @@ def test_windows(launch: Launcher, hang_timeout_s: str) -> None:
     (result,) = results(start(launch, {"case": "traffic", "env": {"all": env}}))
     assert result["ranks"]["0"]["said"]["iterations"] == 31
     check_traffic(result, [3, 4, 5, 9, 20, 21])
+
+
+DDP_PROGRAM = (
+    RUN_RANKS
+    + """
+import torch
+import torch._dynamo  # the first optimizer imports it, which takes seconds
+import torch.distributed as dist
+
+def main(rank):
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(12):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+
+run_ranks(main, 2)
+"""
+)
+
+
+def test_a_window_holds_what_ddp_did_in_it_and_no_more(launch: Launcher) -> None:
+    """DDP's logger tells of an iteration when the next one begins, torch's flight recorder whenever it is asked.
+
+    The second window is open when the job ends.
+    """
+    run = launch.instrumented(DDP_PROGRAM, env={"NEMO_LENS_SPAN_GROUPS": "all", "NEMO_LENS_WINDOW": "3-5,9-20"}).check()
+    for spans in read_spans(run.run_dir).values():
+        numbers = {span.trace_id: span.attributes["dl.iteration"] for span in spans if span.name == "train.iteration"}
+        ids_ = {span.span_id: span.name for span in spans}
+        for name in ("ddp.communication", "torch.distributed.all_reduce"):
+            assert [numbers[span.trace_id] for span in spans if span.name == name] == [3, 4, 5, 9, 10, 11], name
+        inner = [span for span in spans if span.name == "ddp.backward" and span.trace_id in numbers]
+        assert [numbers[span.trace_id] for span in inner] == list(range(1, 12))
+        # It begins where forward ends, before backward does.
+        assert {ids_[span.parent_id or b""] for span in inner} == {"train.iteration"}
 
 
 def switch_while_it_runs(launch: Launcher, mode: str, more_env: dict[str, str] | None = None) -> dict[int, Writer]:

@@ -27,6 +27,7 @@ from lens_auto.recorder import exits, layout
 from lens_auto.recorder.layout import Flag, Kind, Phase
 from lens_auto.recorder.read import RunDirectory
 from lens_auto.report.load import load
+from lens_auto.report.postmortem import examine
 from lens_auto.report.summary import Summary, summarize
 from lens_auto.report.text import console, render, render_doctor
 from lens_auto.report.words import duration, named, size
@@ -121,6 +122,21 @@ def test_the_first_to_fail_of_several_that_died(tmp_path: Path) -> None:
     assert found.first_to_fail == 1
     assert "ranks 0, 1 died in all_reduce" in found.verdict
     assert "; the first to fail was rank 1: signal 9 (SIGKILL); " in found.verdict
+
+
+def test_a_rank_that_left_with_status_0_did_not_fail(tmp_path: Path) -> None:
+    """`os._exit(0)` closes nothing; its launcher saw the status."""
+    writers = [dataclasses.replace(died_in_all_reduce()[1], rank=rank, pid=(1 << 30) + rank) for rank in (0, 1)]
+    run = write_run(tmp_path, *writers)
+    for writer, code in zip(writers, (0, 4), strict=True):
+        seen = exits.describe(writer.pid, code, writer.rank, False)
+        (run / layout.RANKS_DIR / writer.name / layout.EXIT_NAME).write_text(json.dumps(seen))
+    found = examine(run)
+    assert [(found.ends[rank].kind, found.ends[rank].exit_code) for rank in (0, 1)] == [("ok", 0), ("exit", 4)]
+    assert found.ends[0].words == "left by os._exit with status 0"
+    assert found.first_to_fail == 1
+    assert [rank.state for rank in summary_of(run).ranks] == ["closed", "died"]
+    assert summary_of(run).verdict.startswith("rank 1 died")
 
 
 def test_nothing_but_garbage(tmp_path: Path) -> None:
@@ -348,7 +364,7 @@ def test_bad_options(tmp_path: Path) -> None:
     run = str(write_run(tmp_path / "run", train(Writer(), 1)))
     done = command("export", run, "--to", "xml")
     assert done.returncode == 2
-    assert done.stderr == "lens-auto: 'xml' is no form of export; valid: otlp-json, console, perfetto\n"
+    assert done.stderr == "lens-auto: 'xml' is no form of export; valid: otlp-json, console, perfetto, otlp\n"
     done = command("export", run, "-o", str(tmp_path / "none" / "file"))
     assert done.returncode == 2
     assert done.stderr == f"lens-auto: {tmp_path}/none/file: No such file or directory; nothing is written\n"

@@ -36,7 +36,7 @@ def encoder(name: str) -> Encoder:
         from lens_auto.export import perfetto
 
         return perfetto.encoder()
-    raise ValueError(f"{name!r} is no form of export; valid: {', '.join(FORMATS)}")
+    raise ValueError(f"{name!r} is no form of export; valid: {', '.join((*FORMATS, 'otlp'))}")
 
 
 @contextlib.contextmanager

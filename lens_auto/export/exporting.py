@@ -31,7 +31,7 @@ class Exporting:
         self.keeps_records = LOCAL.issuperset(names)
         self._run_folder = run_folder
         self._registered: str | None = None
-        self._told = False
+        self._told = local_rank > 0  # one rank of a node says what all find
 
     def register(self, writer: str, run_dir: str | None) -> None:
         """Tell the exporter of this writer, and of its run directory once that is known."""

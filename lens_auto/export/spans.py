@@ -34,6 +34,7 @@ _JOB_KINDS = (Kind.CHECKPOINT_SAVE, Kind.CHECKPOINT_LOAD, Kind.MODEL_INIT)
 _OPERATION_KINDS = (Kind.COLLECTIVE, Kind.SEND, Kind.RECV)
 _AWAITED_KINDS = (*_OPERATION_KINDS, *pipeline_spans.TRANSFER_KINDS)
 _SEND_KINDS = (Kind.SEND, Kind.PIPELINE_SEND)
+_AROUND_KINDS = (Kind.DDP, Kind.PIPELINE_FORWARD, Kind.PIPELINE_BACKWARD)
 _DEVICE_PHASE_KINDS = (Kind.BACKWARD, Kind.OPTIMIZER_STEP, Kind.FETCH)
 # Plain integers: an operation on enum flags costs twenty times as much, and there are several for each span.
 _FAILED = int(Flag.FAILED)
@@ -242,15 +243,18 @@ class _Place:
         tiles = iterations.tiles
         starts = records.data["start_ns"].astype(np.int64)
         index = np.searchsorted(tiles["start_ns"], starts, side="right") - 1
+        kind = records.data["kind"]
         if len(tiles):
-            index[starts >= tiles["end_ns"][index]] = -1  # (an index of -1 wraps around and stays -1 or becomes it)
+            until = tiles["end_ns"][index]
+            index[starts >= until] = -1  # (an index of -1 wraps around and stays -1 or becomes it)
+            # What goes around a phase begins a moment before it, in the piece before.
+            index[np.isin(kind, _AROUND_KINDS) & (records.data["end_ns"].astype(np.int64) > until)] = -1
         self.tile: Int64Array = index.astype(np.int64)
         self.span_ids = ids.record_span_ids(writer.info.nonce, records.numbers).astype(">u8").tobytes()
         self.tile_id = self._tile_ids(records, iterations)
         has_span: Mask = np.array([each is not None for each in self.tile_id], dtype=np.bool_)
         apart = np.isin(tiles["phase"], (Phase.EVALUATE, Phase.CHECKPOINT))
         self.tile_in_job: Mask = has_span & (apart | (tiles["iteration"] < 0))
-        kind = records.data["kind"]
         self.in_job: Mask = (iterations.record_iteration < 0) | np.isin(kind, _JOB_KINDS)
         placed = self.tile >= 0
         self.in_job[placed] |= self.tile_in_job[self.tile[placed]]
@@ -271,7 +275,7 @@ class _Place:
                 if Group.EVALUATE in groups:
                     span_id = ids.evaluate_span_id(self._seed, nonce, number)
             elif phase == Phase.FORWARD:
-                if Group.FORWARD_BACKWARD in groups:  # the piece after it is the backward it leads to
+                if spanned[rows[index + 1]]:  # the piece after it is the backward it leads to
                     span_id = ids.forward_span_id(self._seed, nonce, numbers[index + 1])
             elif number >= 0 and spanned[row]:
                 span_id = self.record_id(row)
@@ -430,7 +434,8 @@ class SpanMaker:
         self._devices = _Devices(looked.records)
         self._rows = self._span_rows()
         tiles = looked.iterations.tiles
-        forwards = (tiles["phase"] == Phase.FORWARD) & (Group.FORWARD_BACKWARD in groups)
+        forwards = tiles["phase"] == Phase.FORWARD
+        forwards &= np.array([each is not None for each in looked.place.tile_id[: len(tiles)]], dtype=np.bool_)
         forwards &= tiles["start_ns"] < part.until_ns
         self._forward_tiles: list[int] = np.flatnonzero(forwards).tolist()
         evaluations = looked.iterations.evaluations

@@ -45,7 +45,6 @@ class FlightLog:
         self._site = guard.site("flight_recorder")
         self._next_ns = 0
         self._seen = -1  # record_id of the newest entry that was looked at
-        self._on_since_ns = 0  # monotonic; 0: communication is off
         self._asked_ns = 0
         self._asked_issued = 0  # operations issued when the flight recorder was last asked
         self._own = 0  # operations since then that the hooks recorded
@@ -68,15 +67,20 @@ class FlightLog:
 
     def _look(self, now: int, last: bool) -> None:
         try:
-            if not self._recorder.communication:
-                self._on_since_ns = 0
+            times = self._recorder.communication_times
+            if not times:
                 return
-            if not self._on_since_ns:
-                self._on_since_ns = now if self._asked_ns else 1
+            # It was switched off, and what happened before that was not taken yet.
+            owed = self._asked_ns <= times[-1][1] < now
+            if times[-1][1] < now and not owed and not self._waiting:
+                return
             self._follow_own(now)
-            if self._is_due(now, last) and c10d.keeps_flight_records():
-                self._ask()
-                self._follow_own(time.monotonic_ns())
+            if owed or self._is_due(now, last):
+                if c10d.keeps_flight_records():
+                    self._ask()
+                    self._follow_own(time.monotonic_ns())
+                else:
+                    self._asked_ns = now
             if self._waiting:
                 self._sort_out(time.monotonic_ns(), last)
         except Exception as error:
@@ -104,7 +108,7 @@ class FlightLog:
             entry["at_ns"] = int(entry["time_created_ns"]) + to_monotonic
             ended = int(entry.get("time_discovered_completed_ns") or 0)
             entry["until_ns"] = ended + to_monotonic if ended else 0
-            if entry["at_ns"] >= self._on_since_ns:
+            if any(since <= entry["at_ns"] < until for since, until in self._recorder.communication_times):
                 self._waiting.append(entry)
         if entries:
             self._seen = max(self._seen, int(entries[-1]["record_id"]))
@@ -185,7 +189,7 @@ class FlightLog:
 
     def _record(self, entry: dict[str, Any], group: str, seq: int, at_ns: int) -> None:
         recorder, until_ns = self._recorder, int(entry["until_ns"])
-        flags = Flag.FLIGHT | recorder.communication | (0 if until_ns else Flag.END_UNKNOWN)
+        flags = Flag.FLIGHT | Flag.SPAN | (0 if until_ns else Flag.END_UNKNOWN)
         nbytes, dtype = c10d.payload_of(entry)
         self._keeper.watch.own_records += 1
         entry["number"] = recorder.record(

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from lens_auto import guard
-from lens_auto.recorder import c10d, layout, spool
+from lens_auto.recorder import c10d, layout, rundir, spool
 from lens_auto.recorder.layout import Flag, Kind, Phase, Slot
 
 if TYPE_CHECKING:
@@ -434,7 +434,7 @@ class HangWatch:
             return  # another rank was first
         finally:
             os.unlink(draft)
-        logger.warning("lens-auto: hang: %s; see it with: lens-auto hang %s", found.verdict, _short(run_dir))
+        logger.warning("lens-auto: hang: %s; see it with: lens-auto hang %s", found.verdict, rundir.shown(run_dir))
 
 
 def _operation(name: str, kind: str, wall_ns: int, waited_ns: int) -> dict[str, Any]:
@@ -469,11 +469,6 @@ def iso(wall_ns: int) -> str:
     seconds, rest = divmod(wall_ns, 1_000_000_000)
     local = time.localtime(seconds)
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', local)}.{rest // 1_000_000:03d}{time.strftime('%z', local)}"
-
-
-def _short(path: str) -> str:
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative
 
 
 def read_hang(path: str | os.PathLike[str]) -> dict[str, Any] | None:

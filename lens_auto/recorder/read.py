@@ -662,9 +662,23 @@ class WriterFiles:
         return found
 
     @cached_property
+    def exit_code(self) -> int | None:
+        """The exit status that its launcher saw, negative for a signal; None where that is not known."""
+        for folder in self.folders:
+            try:
+                with open(folder / layout.EXIT_NAME, "rb") as file:
+                    code = json.loads(file.read(_JSON_LIMIT_BYTES))["code"]
+            except (OSError, ValueError, TypeError, KeyError, RecursionError):
+                continue
+            return code if isinstance(code, int) else None
+        return None
+
+    @cached_property
     def status(self) -> Status:
-        """Whether the writer closed, runs or died."""
+        """Whether the writer closed (or left by `os._exit(0)`), runs or died."""
         if self.info.ended_ns is not None or (self.live is not None and self.live.state is WriterState.CLOSED):
+            return Status.CLOSED
+        if self.exit_code == 0:
             return Status.CLOSED
         if self.info.host == socket.gethostname():
             return Status.RUNNING if process_is_alive(self.info.pid, self.info.start_ticks) else Status.DIED

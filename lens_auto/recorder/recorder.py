@@ -28,6 +28,7 @@ _HEADER = layout.SEGMENT_HEADER_BYTES
 _SIZE = layout.RECORD_BYTES
 _RETRY_NS = 1_000_000_000
 NEVER = 1 << 62
+_TIMES = 64  # how many times of communication are remembered
 
 
 class ThreadState:
@@ -90,6 +91,8 @@ class Recorder:
         self.transfers: dict[str, list[int]] = {}
         self.dtypes: dict[Any, int] = {}  # string ids of torch's data types
         self.dropped = 0
+        self.communication = 0
+        self.communication_times: list[tuple[int, int]] = []  # from when to when it was on; `NEVER`: it is
         self.span_flags(frozenset())
         self.switch_at = NEVER  # the iteration at which `on_switch` is due
         self.on_switch: Callable[[int], None] | None = None
@@ -120,7 +123,13 @@ class Recorder:
     def span_flags(self, groups: frozenset[str]) -> None:
         """Which groups' records become spans: the flag that hooks put into their records, or 0."""
         on = {group: int(Flag.SPAN) for group in groups}
-        self.communication = on.get("communication", 0)
+        before, self.communication = self.communication, on.get("communication", 0)
+        if self.communication and not before:
+            since_ns = time.monotonic_ns() if self.init else 0
+            self.communication_times = [*self.communication_times[1 - _TIMES :], (since_ns, NEVER)]
+        elif before and not self.communication and self.communication_times:
+            since_ns = self.communication_times[-1][0]
+            self.communication_times = [*self.communication_times[:-1], (since_ns, time.monotonic_ns())]
         self.optimizer = on.get("optimizer", 0)
         self.forward_backward = on.get("forward_backward", 0)
         self.data_loading = on.get("data_loading", 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import time
 
 from lens_auto.recorder import spool
@@ -13,6 +14,12 @@ from lens_auto.recorder.layout import FORMAT_VERSION, MANIFEST_NAME, RANKS_DIR
 RUNS_FOLDER = "lens-runs"
 RUN_FORMAT = "lens-run"
 _MAX_SUFFIX = 1000
+
+
+def shown(path: str) -> str:
+    """A path as a person may paste it into a shell: relative where it is below the working directory."""
+    relative = os.path.relpath(path)
+    return shlex.quote(path if relative.startswith("..") else relative)
 
 
 def safe_name(run_id: str) -> str:

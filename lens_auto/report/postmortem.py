@@ -126,6 +126,8 @@ def _end(state: RankState) -> End:
         kind, words = "exit", exit_words(state.exit)
     elif state.state == "closed":
         kind, words, at = "ok", "ended without an error", state.ended_ns
+        if at is None and code == 0:
+            words, at = "left by os._exit with status 0", state.last_sign_ns
     elif state.state == "died":
         kind, words = "died", "was killed, or left by os._exit: nobody saw how"
     elif state.state == "missing":

@@ -196,7 +196,7 @@ def _analyze(matched: Matched) -> Analysis:
         analysis.findings = judge.findings()
         analysis.what_if = judge.what_if()
     else:
-        analysis.notes.append(f"no verdict from fewer than {MIN_ITERATIONS} iterations")
+        analysis.notes.append(f"no verdict from fewer than {MIN_ITERATIONS} iterations that can be compared")
     return analysis
 
 
