@@ -203,6 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"step {step:4d}  loss {loss.item():.3f}", flush=True)
             if step == args.steps:
                 break
+    dist.barrier()  # a group that is taken down while its last all-reduce is put away can hang (torch 2.13)
     dist.destroy_process_group()
 
 

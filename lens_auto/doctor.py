@@ -24,6 +24,8 @@ def report() -> dict[str, Any]:
         `patched` (instrumentor -> what it patches), `places` (spool and run directory), `sends` (signal -> exporters),
         `problems` (one line each; empty: nothing is wrong).
     """
+    # No launcher of a job: what is wrong is told below, not by the runtime as well.
+    os.environ.setdefault(runtime.LAUNCHER_VARIABLE, "0")
     settings = Settings.from_env(os.environ)
     problems = [*settings.problems, *http_services.advice(settings)]
     patched = {} if settings.disabled else _patched(problems)
