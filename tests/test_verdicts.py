@@ -302,7 +302,7 @@ def test_warm_up_is_no_verdict(tmp_path: Path) -> None:
 def test_few_iterations_give_no_verdict(tmp_path: Path) -> None:
     found = summary_of(Job(iterations=9, extra={"data": on({1}, 50)}).write(tmp_path))
     assert found.findings == []
-    assert "no verdict from fewer than 10 iterations" in found.comparison.notes
+    assert "no verdict from fewer than 10 iterations that can be compared" in found.comparison.notes
 
 
 # --- restarts ---------------------------------------------------------------------------------------------------------
