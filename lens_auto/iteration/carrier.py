@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 from lens_auto import guard
 from lens_auto.groups import TrainingSpanGroup
@@ -32,8 +32,7 @@ MAX_OUTSTANDING = 4
 JOIN_TIMEOUT_S = 60.0  # how long rank 0 waits for all ranks to say that they take part
 CONNECT_TIMEOUT_S = 20.0
 STALL_TIMEOUT_S = 120.0  # a broadcast that does not complete for so long ends the carrier
-ROUND_S = 0.1  # so long after a broadcast the thread looks whether it is through; shorter iterations go several at once
-BEHIND_S = 0.003  # the same while further ones wait for it
+ARRIVAL_S = 0.003  # how long after a boundary the thread looks whether the broadcast is through
 IDLE_S = 0.25
 
 _MAGIC = 0x4C43
@@ -251,42 +250,41 @@ class Carrier:
         buffers = [torch.zeros(CARRIER_BYTES, dtype=torch.uint8) for _ in range(MAX_OUTSTANDING + 1)]
         for buffer in buffers:
             _keep_forever(buffer)
-        contents = [memoryview(cast(Any, buffer.numpy())) for buffer in buffers]  # cheaper than torch's own ways
         wait = getattr(vars(Work)["wait"], "__wrapped__", vars(Work)["wait"])  # past our own hook
-        outstanding: deque[tuple[Any, int, float]] = deque()  # work, iteration, since when
+        outstanding: deque[tuple[Any, Any, int, float]] = deque()  # work, buffer, iteration, since when
         following = 0
         while not self._stopping.is_set():
+            issued = False
             while following <= self._current() and len(outstanding) < MAX_OUTSTANDING:
-                place = following % len(buffers)
+                buffer = buffers[following % len(buffers)]
                 if self._rank == 0:
                     carrier, switches = self._outgoing(following)
                     message, left_out = pack(following, self._current(), carrier, switches)
                     self.left_out += len(left_out)
-                    contents[place][:] = message
+                    buffer.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
                     self.sent += 1
-                work = group.broadcast([buffers[place]], options)
+                work = group.broadcast([buffer], options)
                 _keep_forever(work)
-                outstanding.append((work, following, time.monotonic()))
+                outstanding.append((work, buffer, following, time.monotonic()))
                 following += 1
+                issued = True
             while outstanding and outstanding[0][0].is_completed():
-                work, number, _ = outstanding.popleft()
+                work, buffer, _, _ = outstanding.popleft()
                 wait(work)  # it is complete: this only raises where it failed (`Work.exception` prints a warning)
                 _let_go(work)
                 if self._rank != 0:
-                    iteration, first_is_in, carrier, switches = unpack(contents[number % len(buffers)].tobytes())
+                    iteration, first_is_in, carrier, switches = unpack(buffer.numpy().tobytes())
                     self.received += 1
                     self._arrived(iteration, carrier, switches, first_is_in)
-            if outstanding and time.monotonic() - outstanding[0][2] > STALL_TIMEOUT_S:
+            if outstanding and time.monotonic() - outstanding[0][3] > STALL_TIMEOUT_S:
                 self._end(
-                    f"the broadcast of iteration {outstanding[0][1]} did not complete in {STALL_TIMEOUT_S:.0f} s", True
+                    f"the broadcast of iteration {outstanding[0][2]} did not complete in {STALL_TIMEOUT_S:.0f} s", True
                 )
                 return
             self.cpu_ns = time.thread_time_ns()
-            # Each round may take GIL and core from the training thread, so there are few of them a second.
-            if following <= self._current():
-                self._stopping.wait(BEHIND_S)
-            elif outstanding:
-                self._stopping.wait(ROUND_S)
+            # Each wake-up takes the GIL from the training thread: one at a boundary, one when the broadcast is through.
+            if issued and outstanding:
+                self._stopping.wait(ARRIVAL_S)
             else:
                 self.boundary.wait(IDLE_S)
                 self.boundary.clear()
