@@ -125,7 +125,8 @@ def nested_wait(seconds: float) -> float | None:
 
 def record_block() -> Any:
     """Packing a record: how fast this machine is, beside the one that the budgets were written on."""
-    page, record, pack = bytearray(RECORD.size), (0,) * len(RECORD.unpack(bytes(RECORD.size))), RECORD.pack_into
+    page, pack = bytearray(RECORD.size), RECORD.pack_into
+    record = RECORD.unpack(page)
 
     def packed(offset: int) -> None:
         pack(page, offset, *record)
