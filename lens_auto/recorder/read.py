@@ -662,15 +662,19 @@ class WriterFiles:
         return found
 
     @cached_property
-    def exit_code(self) -> int | None:
-        """The exit status that its launcher saw, negative for a signal; None where that is not known."""
+    def exit(self) -> dict[str, Any] | None:
+        """How it ended, as its launcher saw it (`exit.json`); None where that is not known."""
         for folder in self.folders:
+            path = folder / layout.EXIT_NAME
             try:
-                with open(folder / layout.EXIT_NAME, "rb") as file:
-                    code = json.loads(file.read(_JSON_LIMIT_BYTES))["code"]
-            except (OSError, ValueError, TypeError, KeyError, RecursionError):
+                if not path.is_file():  # to open a pipe would wait
+                    continue
+                with open(path, "rb") as file:
+                    found = json.loads(file.read(_JSON_LIMIT_BYTES))
+            except (OSError, ValueError, RecursionError):
                 continue
-            return code if isinstance(code, int) else None
+            if isinstance(found, dict):
+                return found
         return None
 
     @cached_property
@@ -678,7 +682,7 @@ class WriterFiles:
         """Whether the writer closed (or left by `os._exit(0)`), runs or died."""
         if self.info.ended_ns is not None or (self.live is not None and self.live.state is WriterState.CLOSED):
             return Status.CLOSED
-        if self.exit_code == 0:
+        if self.exit is not None and self.exit.get("code") == 0:
             return Status.CLOSED
         if self.info.host == socket.gethostname():
             return Status.RUNNING if process_is_alive(self.info.pid, self.info.start_ticks) else Status.DIED

@@ -14,7 +14,7 @@ import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -317,7 +317,7 @@ def _state(writer: WriterFiles, run: RunDirectory) -> RankState:
         state.flight = [each for each in report.get("flight_recorder") or [] if isinstance(each, dict)]
     failure = info.raw.get("failure")
     state.failure = failure if isinstance(failure, dict) else None
-    state.exit = _json_of(writer.folders, layout.EXIT_NAME)
+    state.exit = writer.exit
     facts = [each for each in info.raw.get("process_groups") or [] if isinstance(each, dict)]
     issued = live.issued if live is not None else ()
     for index, each in enumerate(facts):
@@ -470,14 +470,6 @@ def _add_exits(run_dir: Path, states: list[RankState]) -> None:
             state = by_rank.get(each.get("rank", -1)) if isinstance(each, dict) else None
             if state is not None:
                 state.exit = each
-
-
-def _json_of(folders: Iterable[Path], name: str) -> dict[str, Any] | None:
-    for folder in folders:
-        found = _read_json(folder / name)
-        if found is not None:
-            return found
-    return None
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
