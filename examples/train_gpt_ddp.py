@@ -265,6 +265,8 @@ def main() -> None:
             checkpoint_dir = args.checkpoint_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
             checkpoint_dir.mkdir(parents=True, exist_ok=True)
         train(args, rank, world_size, device, checkpoint_dir)
+        if distributed:
+            dist.barrier()  # a group that is taken down while its last all-reduce is put away can hang (torch 2.13)
 
 
 if __name__ == "__main__":

@@ -266,6 +266,7 @@ def main(rank: int, mode: str, folder: str, count: int, names: list[str], port: 
     found = {name: run(name, rank, count) for name in names}
     with open(f"{folder}/{mode}.{rank}.json", "w") as file:
         json.dump(found, file)
+    dist.barrier()
     dist.destroy_process_group()
 
 

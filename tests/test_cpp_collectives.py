@@ -82,6 +82,7 @@ def main(rank):
 
     if "bare" in sys.argv:
         sys.stdout.write(json.dumps({"rank": rank, "losses": losses}) + "\\n")
+        dist.barrier()
         dist.destroy_process_group()
         return
 

@@ -470,6 +470,7 @@ def main(rank):
     loaded = [name for name in sys.modules if name.split(".")[0] == "grpc" or name.startswith("opentelemetry.sdk")]
     sys.stdout.write(json.dumps(loaded) + "\\n")
     sys.stdout.flush()
+    dist.barrier()  # a group that is taken down while its last all-reduce is put away can hang (torch 2.13)
     dist.destroy_process_group()
 run_ranks(main, 2)
 """

@@ -285,6 +285,7 @@ def main(rank):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+    dist.barrier()  # a group that is taken down while its last all-reduce is put away can hang (torch 2.13)
     dist.destroy_process_group()
 
 run_ranks(main, 2)
