@@ -40,6 +40,16 @@ ENDPOINTS = (
     "OTEL_EXPORTER_OTLP_LOGS_ENDPOINT",
 )
 
+# Every variable of ours, also those that are read elsewhere; what else begins like them is most likely a slip.
+PREFIX = "NEMO_LENS_"
+_KEYS = (
+    "CONFIG_PREFIX DEVICE_TIMES DISABLED ENABLED EXIT_TIMEOUT_S EXPORTER EXPORTER_LINGER_S EXPORT_RANK "
+    "EXPORT_SAMPLE_RATE EXPORT_STRATEGY FAULT FILE HANG_TIMEOUT_S ITERATION_OPTIMIZER LOGS_ENABLED MAX_RUN_BYTES "
+    "METRICS_ENABLED OTLP_ENCODER PROPAGATION QUIET RUN_DIR RUN_ID SAMPLER_ENABLED SPAN_GROUPS SPOOL_DIR "
+    "TRACES_ENABLED USER_ID WINDOW"
+)
+VARIABLES = tuple(PREFIX + key for key in _KEYS.split())
+
 DEFAULT_MAX_RUN_BYTES = 1 << 30
 PROPAGATIONS = ("broadcast", "derived", "off")
 # Exporters that need no endpoint: nothing, standard output, the run directory.
@@ -243,6 +253,7 @@ class Settings:
         settings._read_window(env)
         settings._read_device_times(env)
         settings._read_destination(env)
+        settings.problems += _unknown_variables(environ)
         return settings
 
     def describe(self) -> list[tuple[str, str, str]]:
@@ -390,6 +401,21 @@ class Settings:
         self.endpoint_configured = word == "otlp"
         env.sources["console"] = EXPORTER
         env.sources["endpoint_configured"] = EXPORTER
+
+
+def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """One line for each variable that begins like ours and is none of them; its value may be a secret."""
+    unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in VARIABLES)
+    if not unknown:
+        return []
+    from difflib import get_close_matches
+
+    lines = []
+    for name in unknown:
+        alike = get_close_matches(name, VARIABLES, 1, 0.8)
+        meant = f"; did you mean {alike[0]}?" if alike else f"; lens-auto reads {', '.join(VARIABLES)}"
+        lines.append(f"{name} is not a variable of lens-auto and is ignored{meant}")
+    return lines
 
 
 def _stripped(value: str | None) -> str | None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import lens_auto
 from lens_auto.groups import TrainingSpanGroup
-from lens_auto.settings import Settings, parse_bytes, parse_window
+from lens_auto.settings import VARIABLES, Settings, parse_bytes, parse_window
 
 PER_STEP = TrainingSpanGroup.resolve("per_step")
 
@@ -203,6 +206,28 @@ def test_several_problems_are_all_kept() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("NEMO_LENS_SPAN_GROUP", "did you mean NEMO_LENS_SPAN_GROUPS?"),
+        ("NEMO_LENS_HANG_TIMEOUT", "did you mean NEMO_LENS_HANG_TIMEOUT_S?"),
+        ("NEMO_LENS_COLOUR_OF_THE_SKY", f"lens-auto reads {', '.join(VARIABLES)}"),
+    ],
+)
+def test_a_misspelt_variable_is_told_without_its_value(name: str, meant: str) -> None:
+    assert read(**{name: "s3cret"}).problems == [f"{name} is not a variable of lens-auto and is ignored; {meant}"]
+
+
+def test_every_variable_that_is_read_is_known() -> None:
+    """Those of Lens are put together from a prefix and a key."""
+    folder = Path(lens_auto.__file__).parent
+    source = "".join(path.read_text() for path in folder.rglob("*.py"))
+    config = (folder / "config.py").read_text()
+    keys = re.findall(r'env\.(?:boolean|text|integer|fraction)\("([A-Z_]+)"', config)
+    named = set(re.findall(r'"(NEMO_LENS_[A-Z_]*[A-Z])"', source))
+    assert named | {f"NEMO_LENS_{key}" for key in keys} == set(VARIABLES)
+
+
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999", "-0.1", "5s", "0x10"])
 def test_seconds_are_finite_and_not_negative(value: str) -> None:
     settings = read(NEMO_LENS_HANG_TIMEOUT_S=value)
@@ -311,6 +336,7 @@ def test_importing_settings_imports_nothing_heavy() -> None:
     # -S: `site` and path files of the environment import what they like.
     script = f"""
 import sys
+from pathlib import Path
 sys.path[:0] = {sys.path!r}
 before = set(sys.modules)
 import typing
