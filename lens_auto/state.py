@@ -14,6 +14,9 @@ _write_lock = threading.Lock()
 # replaced as a whole, never changed in place, so that a reader needs no lock. Write it with `set_enabled_span_groups`.
 enabled_span_groups: frozenset[str] = frozenset()
 
+# The same for each group that is asked about by its truth alone: not empty while it is on. Changed in place.
+_gates: dict[str, list[str]] = {}
+
 _pp_trace_carrier: dict[str, str] | None = None  # what the program set
 _shared_carrier: Callable[[], dict[str, str] | None] | None = None  # what the ranks share of an iteration
 
@@ -23,6 +26,12 @@ def is_span_group_enabled(group: str) -> bool:
     return group in enabled_span_groups
 
 
+def gate(group: str) -> list[str]:
+    """What is true while `group` is on: the same object each time, for readers in C, who call nothing to look at it."""
+    with _write_lock:
+        return _gates.setdefault(group, [group] if group in enabled_span_groups else [])
+
+
 def set_enabled_span_groups(groups: Iterable[str]) -> None:
     """Replaces the set of groups that are on; every later check sees the new set."""
     global enabled_span_groups
@@ -30,6 +39,8 @@ def set_enabled_span_groups(groups: Iterable[str]) -> None:
         raise TypeError(f"expected a set of span groups, got the string {groups!r}: use SpanGroup.resolve")
     with _write_lock:
         enabled_span_groups = frozenset(groups)
+        for group, each in _gates.items():
+            each[:] = [group] if group in enabled_span_groups else []
 
 
 def set_pp_trace_carrier(carrier: dict[str, str] | None) -> None:

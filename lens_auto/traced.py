@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import wrapt
 
@@ -28,7 +28,7 @@ class TracedFunction(wrapt.FunctionWrapper[Any, Any]):
         super().__init__(
             function,
             lambda wrapped, instance, args, kwargs: traced(*args, **kwargs),
-            enabled=lambda: group in state.enabled_span_groups,
+            enabled=cast("bool", state.gate(group)),  # its truth is asked for at each call
         )
         self._self_traced = traced
 
