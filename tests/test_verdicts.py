@@ -453,6 +453,36 @@ def test_a_real_straggler(launch: Launcher, fault: str, rank: int, cause: str) -
     assert verdict_of(run.check().run_dir) == ("straggler", [rank], cause)
 
 
+# Two stages of a pipeline with one microbatch: one works while the other waits, with all its threads.
+STAGES = """
+import os
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = torch.nn.Sequential(*[layer for _ in range(4) for layer in (torch.nn.Linear(512, 512), torch.nn.GELU())])
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for _ in range(60):
+    if rank == 0:
+        output = model(torch.randn(2048, 512))
+        dist.send(output.detach(), 1)
+        gradient = torch.empty_like(output)
+        dist.recv(gradient, 1)
+        output.backward(gradient)
+    else:
+        received = torch.empty(2048, 512)
+        dist.recv(received, 0)
+        received.requires_grad_()
+        model(received).square().mean().backward()
+        dist.send(received.grad, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
 CAUSES = {
     "dataset": "data_loading",
     "forward": "forward",
@@ -524,16 +554,30 @@ class TestMatrix:
                 each.kill()
         assert (kind, ranks) == ("straggler", [rank])
 
-    @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 4, reason="two ranks of two threads need four cores")
     @pytest.mark.parametrize("rank", [0, 1])
-    def test_a_rank_with_half_its_threads(self, launch: Launcher, rank: int) -> None:
-        """On fewer cores it is the rank with more threads that is slow: they wait for each other's core."""
+    @pytest.mark.parametrize(
+        "in_turn",
+        [
+            True,
+            pytest.param(
+                False,
+                marks=pytest.mark.skipif(
+                    len(os.sched_getaffinity(0)) < 4,
+                    # On fewer cores it is the rank with more threads that is slow: they wait for each other's core.
+                    reason="two ranks of two threads that compute at the same time need four cores",
+                ),
+            ),
+        ],
+    )
+    def test_a_rank_with_half_its_threads(self, launch: Launcher, in_turn: bool, rank: int) -> None:
         shell = f'[ "$RANK" = {rank} ] && threads=1 || threads=2; OMP_NUM_THREADS=$threads exec "$0" "$@"'
         command = [*INSTRUMENT, *TORCHRUN, "--standalone", "--nproc-per-node", "2", "--no-python", "sh", "-c", shell]
-        arguments = ["--steps", "60", "--width", "256", "--length", "128"]
-        run = launch.start([*command, *PYTHON, STRAGGLER, *arguments]).wait(170)
-        kind, ranks, _ = verdict_of(run.check().run_dir)
+        program = [launch.program(STAGES)] if in_turn else [STRAGGLER, "--steps=60", "--width=256", "--length=128"]
+        environment = {"NEMO_LENS_SPAN_GROUPS": "all", "OMP_WAIT_POLICY": "PASSIVE"}
+        run = launch.start([*command, *PYTHON, *program], environment).wait(170)
+        kind, ranks, cause = verdict_of(run.check().run_dir)
         assert (kind, ranks) == ("straggler", [rank])
+        assert cause == "no single cause" or not in_turn
 
     @pytest.mark.parametrize("rank", [0, 1])
     def test_a_dataset_behind_a_slow_pipe(self, launch: Launcher, rank: int) -> None:

@@ -2,7 +2,8 @@
 
 Nobody leaves an all-reduce before everybody has come to it. Whatever rank a of one host and rank b of another say of
 the same operation, a's release is therefore no earlier than b's arrival, and the other way round: each operation bounds
-the offset of the two clocks from both sides, and many operations bound it narrowly.
+the offset of the two clocks from both sides, and many operations bound it narrowly. A message bounds it from one side:
+it is received no earlier than it was sent.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lens_auto.iteration.rule import Int64Array, Mask
+from lens_auto.iteration.rule import Int64Array
 from lens_auto.report.statistics import Float64Array
 
+# No time of a wall clock; their difference is still a 64-bit number, and bounds nothing.
+NOT_SEEN_TO_COME, NOT_SEEN_TO_LEAVE = -(1 << 61), 1 << 61
 _WINDOWS = 64
 _WINDOW_OPERATIONS = 32
 
@@ -57,32 +60,33 @@ def unknown_clock(host: str) -> HostClock:
     return HostClock(host, 0, None, 0, False, np.zeros(1, dtype=np.int64), np.zeros(1))
 
 
-def compare(hosts: list[str], arrival_ns: Int64Array, release_ns: Int64Array, present: Mask) -> dict[str, HostClock]:
+def compare(hosts: list[str], came_ns: Int64Array, left_ns: Int64Array) -> dict[str, HostClock]:
     """Estimate the clock of every host.
 
     Args:
         hosts: the host of each rank; that of the first is the reference.
-        arrival_ns: wall clock time at which each rank (columns) came to each operation (rows) that nobody leaves early.
-        release_ns: when it left.
-        present: where there is a time at all.
+        came_ns: wall clock time at which each rank (columns) came to each operation (rows), `NOT_SEEN_TO_COME` where it
+            is not known to have come. Nobody leaves it before all these had come.
+        left_ns: when it left, or `NOT_SEEN_TO_LEAVE`.
     """
     reference = hosts[0]
     found = {reference: own_clock(reference)}
     names = np.array(hosts)
     here = names == reference
-    low, high = np.iinfo(np.int64).min, np.iinfo(np.int64).max
-    came, left = np.where(present, arrival_ns, low), np.where(present, release_ns, high)
     for host in dict.fromkeys(hosts):
         if host == reference:
             continue
         there = names == host
-        both = present[:, here].any(axis=1) & present[:, there].any(axis=1)
-        if not both.any():
+        came_here, left_here = came_ns[:, here].max(axis=1), left_ns[:, here].min(axis=1)
+        came_there, left_there = came_ns[:, there].max(axis=1), left_ns[:, there].min(axis=1)
+        below = (came_here > NOT_SEEN_TO_COME) & (left_there < NOT_SEEN_TO_LEAVE)
+        above = (came_there > NOT_SEEN_TO_COME) & (left_here < NOT_SEEN_TO_LEAVE)
+        if not (below.any() and above.any()):
             found[host] = unknown_clock(host)
             continue
-        came_here, left_here = came[both][:, here].max(axis=1), left[both][:, here].min(axis=1)
-        came_there, left_there = came[both][:, there].max(axis=1), left[both][:, there].min(axis=1)
-        found[host] = _bounded(host, came_here - left_there, left_here - came_there, came_there)
+        told = below | above
+        at_ns = np.where(above, came_there, left_there)
+        found[host] = _bounded(host, (came_here - left_there)[told], (left_here - came_there)[told], at_ns[told])
     return found
 
 
@@ -97,7 +101,7 @@ def _bounded(host: str, least: Int64Array, most: Int64Array, at_ns: Int64Array) 
     order = np.argsort(at_ns, kind="stable")
     lows, highs, times = [], [], []
     for part in np.array_split(order, windows):
-        if len(part):
+        if len(part) and least[part].max() > NOT_SEEN_TO_COME and most[part].min() < NOT_SEEN_TO_LEAVE:
             lows.append(int(least[part].max()))
             highs.append(int(most[part].min()))
             times.append(int(np.median(at_ns[part])))

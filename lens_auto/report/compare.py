@@ -173,7 +173,7 @@ def _take_apart(run_dir: str, writers: Sequence[LoadedWriter]) -> _Taken:
     for phase in Phase:
         if phase not in (Phase.CHECKPOINT, Phase.EVALUATE):
             parts[phase_name(phase)] = judge.common(phase)
-    parts[COMMUNICATION] = matched.by_iteration(matched.exposed_ns)
+    parts[COMMUNICATION] = judge.exposed_ns()
     parts[NOT_SEEN] = judge.held_ns()
     length = matched.span_ns - apart
     # All ranks leave an operation together: what is left is how much later the slowest comes than the median one.

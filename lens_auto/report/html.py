@@ -13,11 +13,11 @@ import orjson
 
 from lens_auto.recorder.layout import Flag, Kind, Phase
 from lens_auto.report.match import attempts, match
+from lens_auto.report.points import Source
 from lens_auto.report.summary import PHASES, Summary
 from lens_auto.report.text import footer
 from lens_auto.report.verdicts import Judge, without_warm_up
 from lens_auto.report.words import duration, percent, rate, size
-from lens_auto.report.work import Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """The ranks of a run side by side: at which operations they met, what each did itself before, and how long it waited.
 
+Where they exchange messages, they also depend on each other two by two: what a rank receives must have been sent.
+
 A collective makes everybody as slow as the slowest. What a rank costs the others is therefore not how long its phases
 are but how late it comes to an operation after the one before had ended; `Matched.own_ns` is that, on the rank's own
 clock, so that clocks of different hosts need not agree.
@@ -10,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,8 +20,10 @@ from lens_auto.iteration.rule import Int64Array, Mask
 from lens_auto.recorder.layout import Phase
 from lens_auto.report import clocks
 from lens_auto.report.clocks import HostClock
+from lens_auto.report.points import BACKWARD_GROUP, GAP_GROUP, Source
 from lens_auto.report.statistics import Float64Array
-from lens_auto.report.work import BACKWARD_GROUP, GAP_GROUP, GATHERING_WRAPPERS, PHASES, REDUCER, Source
+from lens_auto.report.transfers import Exchanged, pair_transfers
+from lens_auto.report.work import GATHERING_WRAPPERS, PHASES, REDUCER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,6 +57,7 @@ class Matched:
         overlap_ns: [operation, rank]: own work between coming to an asynchronous operation and waiting for it.
         overlap_before_ns: the same of the operation before, which is part of `own_ns`.
         fixed_ns: [operation, rank]: held by what is not matched, before it came.
+        after: [operation]: what holds a transfer's rank: the operation at which its other end issued it; -1: nothing.
         comm_ns: [operation]: from the last arrival until the operation let go.
         exposed_ns: [operation]: the part of that during which nobody worked.
         wait_ns: [operation, rank]: waiting for the last to come.
@@ -71,6 +76,7 @@ class Matched:
     overlap_ns: npt.NDArray[np.float32]
     overlap_before_ns: npt.NDArray[np.float32]
     fixed_ns: npt.NDArray[np.float32]
+    after: Int64Array
     comm_ns: Float64Array
     exposed_ns: Float64Array
     wait_ns: npt.NDArray[np.float32]
@@ -87,10 +93,20 @@ class Matched:
         return [each.writer.info.rank for each in self.writers]
 
     @property
+    def exchanges(self) -> bool:
+        """Ranks send to each other: many operations have one rank, and what each does is compared by iteration."""
+        return bool((self.source == Source.TRANSFER).any())
+
+    @property
     def operation_position(self) -> Int64Array:
         """For each operation how many came before it in its iteration."""
-        first = np.searchsorted(self.operation_iteration, np.arange(len(self.iteration)))
-        return np.arange(len(self.operation_iteration)) - first[self.operation_iteration]
+        return self.positions(np.arange(len(self.operation_iteration)))
+
+    def positions(self, rows: Int64Array) -> Int64Array:
+        """For each of some operations, in ascending order, how many of these came before it in its iteration."""
+        iteration = self.operation_iteration[rows]
+        found: Int64Array = np.arange(len(rows)) - np.searchsorted(iteration, iteration)
+        return found
 
     def only(self, wanted: Mask) -> Matched:
         """The same with some of the iterations."""
@@ -104,6 +120,7 @@ class Matched:
             overlap_ns=self.overlap_ns[rows],
             overlap_before_ns=self.overlap_before_ns[rows],
             fixed_ns=self.fixed_ns[rows],
+            after=_renumbered(self.after, rows),
             comm_ns=self.comm_ns[rows],
             exposed_ns=self.exposed_ns[rows],
             wait_ns=self.wait_ns[rows],
@@ -181,6 +198,7 @@ def _alone(writers: list[LoadedWriter], notes: Sequence[str] = ()) -> Matched:
         overlap_ns=np.zeros((count, ranks), dtype=np.float32),
         overlap_before_ns=np.zeros((count, ranks), dtype=np.float32),
         fixed_ns=fixed,
+        after=np.full(count, -1, dtype=np.int64),
         comm_ns=np.zeros(count),
         exposed_ns=fixed.min(axis=1).astype(np.float64) if ranks else np.zeros(count),
         wait_ns=np.zeros((count, ranks), dtype=np.float32),
@@ -212,6 +230,11 @@ class _Matcher:
         # On one host the monotonic clock is one, and its first writer's pair of clocks leads all to wall time.
         first = {each.writer.info.host: each.writer.info.clock for each in reversed(writers)}
         self._to_wall_ns = [first[host].wall_ns - first[host].monotonic_ns for host in self.hosts]
+        codes: dict[str, int] = {}  # of the groups' names, for all ranks
+        self._group_codes = [
+            np.array([*(codes.setdefault(group, len(codes)) for group in each.work.groups), 0], dtype=np.int64)
+            for each in writers
+        ]
 
     def result(self) -> Matched | None:
         """The ranks side by side; None where no operation is seen in which they met."""
@@ -219,12 +242,13 @@ class _Matcher:
         wrappers = frozenset[str]().union(*(each.work.wrappers for each in self.writers))
         chosen = [np.flatnonzero(each["source"] == Source.COLLECTIVE) for each in self.points]
         # What FSDP issues passes through Python: it is hidden only where collectives are not recorded.
-        recorded = self._covers(chosen) >= _COVERED
+        exchanged = self._exchanged()
+        recorded = max(self._covers(chosen), self._covers_exchanged(exchanged)) >= _COVERED
         if REDUCER in wrappers or (wrappers & GATHERING_WRAPPERS and not recorded):
             chosen = _joined(chosen, self._hidden(always=True))
         elif not recorded:
             chosen = _joined(chosen, self._hidden(always=False))
-        found = self._lay_out(chosen, bool(wrappers & GATHERING_WRAPPERS) and not recorded)
+        found = self._lay_out(chosen, exchanged, bool(wrappers & GATHERING_WRAPPERS) and not recorded)
         if found is None:
             self.notes.append(
                 "no operation is seen in which the ranks met: they are not compared"
@@ -236,12 +260,9 @@ class _Matcher:
 
     def _pair(self, chosen: list[Rows]) -> Int64Array:
         """Operations of at least two ranks: which of its points each rank (columns) has there; -1: none."""
-        codes: dict[str, int] = {}
         keys = []
-        for each, points, rows in zip(self.writers, self.points, chosen, strict=True):
+        for groups, points, rows in zip(self._group_codes, self.points, chosen, strict=True):
             found = points[rows]
-            own_codes = [codes.setdefault(group, len(codes)) for group in each.work.groups]
-            groups = np.array([*own_codes, 0], dtype=np.int64)
             seen = found["group"] >= 0
             # The ones that no hook sees are named by their place in the iteration.
             group = np.where(
@@ -265,9 +286,20 @@ class _Matcher:
     def _covers(self, chosen: list[Rows]) -> float:
         """Share of the common iterations that have a shared operation."""
         at = self._pair(chosen)
+        return self._covered(self._table(at, "iteration").max(axis=1) if len(at) else np.empty(0))
+
+    def _covered(self, iterations: npt.NDArray[Any]) -> float:
         common = len(_common_iterations(self.writers))
-        seen = self._table(at, "iteration").max(axis=1) if len(at) else np.empty(0)
-        return len(np.unique(seen)) / common if common else 0.0
+        return len(np.unique(iterations)) / common if common else 0.0
+
+    def _exchanged(self) -> Exchanged:
+        """Both ends of what ranks sent to each other."""
+        chosen = [np.flatnonzero(each["source"] == Source.TRANSFER) for each in self.points]
+        ranks = [each.writer.info.rank for each in self.writers]
+        return pair_transfers(ranks, self._group_codes, self.points, chosen)
+
+    def _covers_exchanged(self, exchanged: Exchanged) -> float:
+        return self._covered(self._table(exchanged.rows(len(self.writers)), "iteration").max(axis=1, initial=0))
 
     def _table(self, at: Int64Array, name: str) -> Int64Array:
         """A field of every operation (rows) on every rank (columns), times on the wall clock; 0 where absent."""
@@ -338,23 +370,36 @@ class _Matcher:
 
     # --- side by side -------------------------------------------------------------------------------------------------
 
-    def _lay_out(self, chosen: list[Rows], gathers: bool) -> Matched | None:
-        at = self._pair(chosen)
+    def _lay_out(self, chosen: list[Rows], exchanged: Exchanged, gathers: bool) -> Matched | None:
+        met = self._pair(chosen)
+        at = np.concatenate([met, exchanged.rows(len(self.writers))])
         present = at >= 0
         arrival, release = self._table(at, "arrival_ns"), self._table(at, "release_ns")
-        mutual = self._table(at, "mutual").astype(np.bool_).any(axis=1)
-        hosts = clocks.compare(self.hosts, arrival[mutual], release[mutual], present[mutual])
+        hosts = self._compare_hosts(met, exchanged, arrival, release)
         for column, host in enumerate(self.hosts):
             arrival[:, column] = hosts[host].shift(arrival[:, column])
             release[:, column] = hosts[host].shift(release[:, column])
-        order = np.argsort(np.where(present, arrival, _LOWEST).max(axis=1, initial=_LOWEST), kind="stable")
+        # When the last came that it needs: a transfer needs its other end, too.
+        came = np.where(present, arrival, _LOWEST).max(axis=1, initial=_LOWEST)
+        left = np.where(present, release, _LOWEST).max(axis=1, initial=_LOWEST)
+        others = np.where(exchanged.other < 0, -1, exchanged.other + len(met))
+        after = np.append(np.full(len(met), -1, dtype=np.int64), others)
+        # A send that was done before its receiver came did not wait for it.
+        after[(after >= 0) & (left < came[after])] = -1
+        ready = np.where(after >= 0, np.maximum(came, came[after]), came)
+        of_operation = np.where(present, self._table(at, "iteration"), _HIGHEST).min(axis=1, initial=_HIGHEST)
+        if len(exchanged.other):
+            # Ranks that only send to each other need not be in the same iteration.
+            order = np.lexsort((np.append(np.zeros(len(met)), exchanged.held), ready, of_operation))
+        else:
+            order = np.argsort(ready, kind="stable")
         kept = order[_in_turn(arrival[order], release[order], present[order])]
-        at, arrival, release, present = at[kept], arrival[kept], release[kept], present[kept]
+        after = _renumbered(after, kept)
+        at, arrival, release, present, ready = at[kept], arrival[kept], release[kept], present[kept], ready[kept]
         if not len(at):
             return None
 
-        of_operation = np.where(present, self._table(at, "iteration"), _HIGHEST).min(axis=1)
-        of_operation = np.maximum.accumulate(of_operation)
+        of_operation = np.maximum.accumulate(of_operation[kept])
         iteration, last, before = _whole_iterations(of_operation)
         span_ns = _spans(release, present, last, before)
         step = max(1, -(-len(at) * len(self.writers) * PHASES // _MAX_CELLS))
@@ -372,9 +417,16 @@ class _Matcher:
             times = arrival[:, column], release[:, column]
             self._fill(column, at[:, column], *times, wanted, own, overlap, before_ns, fixed)
         source = np.where(present, self._table(at, "source"), 0).max(axis=1).astype(np.uint8)[wanted]
+        transfer = source == Source.TRANSFER
+        # Operations of different iterations are replayed apart.
+        after[(after >= 0) & (of_operation != of_operation[after])] = -1
+        after = _renumbered(after, wanted)
+        waited = np.where(present, ready[:, None] - arrival, 0).max(axis=1)[wanted]
         present, held = present[wanted], np.where(present, release - arrival, _HIGHEST)[wanted]
         comm = held.min(axis=1).astype(np.float64)
+        comm[after >= 0] -= np.minimum(waited, comm)[after >= 0]
         exposed = np.where(present, held - overlap, np.inf).min(axis=1)
+        exposed[transfer] = comm[transfer]
         wait = np.where(present, held - overlap - exposed[:, None], 0.0).astype(np.float32)
         # Of a backward whose reducer is not seen the shortest is taken as everybody's own: it waited the least.
         hidden = source == Source.BACKWARD
@@ -395,6 +447,7 @@ class _Matcher:
             overlap_ns=overlap,
             overlap_before_ns=before_ns,
             fixed_ns=fixed,
+            after=after,
             comm_ns=comm,
             exposed_ns=np.maximum(exposed, 0),
             wait_ns=wait,
@@ -405,6 +458,24 @@ class _Matcher:
             hosts=hosts,
             notes=self.notes,
         )
+
+    def _compare_hosts(
+        self, met: Int64Array, exchanged: Exchanged, arrival: Int64Array, release: Int64Array
+    ) -> dict[str, HostClock]:
+        """The clocks of the hosts, by operations that nobody leaves early and receives, that no send comes after."""
+        mutual = self._table(met, "mutual").astype(np.bool_).any(axis=1)
+        there = met[mutual] >= 0
+        came = np.where(there, arrival[: len(met)][mutual], clocks.NOT_SEEN_TO_COME)
+        left = np.where(there, release[: len(met)][mutual], clocks.NOT_SEEN_TO_LEAVE)
+        received = np.flatnonzero(exchanged.held & exchanged.receives)
+        sent = exchanged.other[received]
+        row = np.arange(len(received))
+        came = np.concatenate([came, np.full((len(row), met.shape[1]), clocks.NOT_SEEN_TO_COME)])
+        left = np.concatenate([left, np.full((len(row), met.shape[1]), clocks.NOT_SEEN_TO_LEAVE)])
+        of_messages, begin = slice(len(came) - len(row), None), len(met)
+        came[of_messages][row, exchanged.column[sent]] = arrival[begin + sent, exchanged.column[sent]]
+        left[of_messages][row, exchanged.column[received]] = release[begin + received, exchanged.column[received]]
+        return clocks.compare(self.hosts, came, left)
 
     def _fill(
         self,
@@ -422,7 +493,7 @@ class _Matcher:
         there = np.flatnonzero(at >= 0)
         rows = at[there]
         came, left = self.own_arrival_ns[column][rows], self.writers[column].work.own_release_ns[rows]
-        seen = self.points[column]["source"][rows] == Source.COLLECTIVE
+        seen = np.isin(self.points[column]["source"][rows], (Source.COLLECTIVE, Source.TRANSFER))
         # Work inside of an operation overlaps it, and belongs to what comes next. Inside of a backward that ends with a
         # collective it cannot be told from waiting.
         done = np.zeros_like(came)
@@ -436,6 +507,16 @@ class _Matcher:
         overlap[place, column] = overlapped[into]
         before[place, column] = np.append(np.zeros_like(overlapped[:1]), overlapped[:-1])[into]
         fixed[place, column] = np.maximum(length - done.sum(axis=1), 0)[into]
+
+
+def _renumbered(after: Int64Array, kept: Int64Array | Mask) -> Int64Array:
+    """Of some operations, in a new order, which others they come after; -1 where that one is not kept or is later."""
+    rows = np.flatnonzero(kept) if kept.dtype == np.bool_ else kept
+    place = np.full(len(after) + 1, -1, dtype=np.int64)  # the last one is of -1
+    place[rows] = np.arange(len(rows))
+    found: Int64Array = place[after[rows]]
+    found[found >= np.arange(len(rows))] = -1
+    return found
 
 
 def _joined(one: list[Rows], other: list[Rows]) -> list[Rows]:

@@ -1,6 +1,7 @@
 """What if: the recorded iterations played again with some ranks' own work replaced.
 
-Each rank goes from operation to operation: it works, comes, waits for the last to come and for the operation itself.
+Each rank goes from operation to operation: it works, comes, waits for the last to come and for the operation itself. Of
+a transfer it waits for the other end, which had to be issued.
 Replaying the recorded work gives the recorded time; replacing one rank's work, or one phase of it, by that of the
 median rank says what it costs. Nothing else is assumed to change.
 """
@@ -34,6 +35,7 @@ class Replay:
         self._matched = matched
         self._everybody = bool(matched.present.all())
         self._plain = not matched.overlap_ns.any()
+        self._came_ns = np.zeros(len(matched.after))  # when the last rank had come to each operation
         self._work_ns = matched.own_ns.sum(axis=2, dtype=np.float64)
         self.recorded_ns = self._iterations(self._work_ns)
 
@@ -93,7 +95,11 @@ class Replay:
         matched = self._matched
         came = clock + before
         present = matched.present[rows]
-        done = np.where(present, came, -np.inf).max(axis=1) + matched.comm_ns[rows]
+        last = np.where(present, came, -np.inf).max(axis=1)
+        self._came_ns[rows] = last
+        after = matched.after[rows]
+        last = np.where(after >= 0, np.maximum(last, self._came_ns[after]), last)
+        done = last + matched.comm_ns[rows]
         left = np.maximum(came + matched.overlap_ns[rows], done[:, None])
         found: Float64Array = np.where(present, left, clock)
         return found

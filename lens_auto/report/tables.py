@@ -17,8 +17,8 @@ from lens_auto.iteration.rule import find_iterations
 from lens_auto.recorder.layout import Flag, Phase
 from lens_auto.report.load import find_calls
 from lens_auto.report.match import attempts, match
+from lens_auto.report.points import Source
 from lens_auto.report.verdicts import SOURCES, Judge, phase_name
-from lens_auto.report.work import Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -166,7 +166,7 @@ class Tables:
                 len(matched.iteration), len(matched.writers), -1
             )
             waits = matched.by_iteration(judge.matched.wait_ns)
-            communication = matched.by_iteration(matched.exposed_ns)
+            communication = matched.by_iteration(np.where(matched.present, matched.exposed_ns[:, None], 0))
             for column, each in enumerate(matched.writers):
                 part: Columns = {
                     "attempt": np.full(len(matched.iteration), attempt),
@@ -178,7 +178,7 @@ class Tables:
                     part[f"own_{phase_name(phase)}_ns"] = own[:, column, phase]
                 part["late_ns"] = judge.iteration_late[:, column]
                 part["waits_ns"] = waits[:, column]
-                part["communication_ns"] = communication
+                part["communication_ns"] = communication[:, column]
                 parts.append(part)
         return _joined(parts)
 

@@ -17,10 +17,10 @@ from lens_auto.iteration.rule import Mask
 from lens_auto.recorder.layout import Phase
 from lens_auto.report import statistics
 from lens_auto.report.match import Matched
+from lens_auto.report.points import Source
 from lens_auto.report.replay import Replay
 from lens_auto.report.statistics import Estimate, Float64Array
 from lens_auto.report.words import duration, named, percent, span
-from lens_auto.report.work import Source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -70,6 +70,7 @@ SOURCES = {
     Source.BACKWARD: "backward",
     Source.OPTIMIZER: "optimizer",
     Source.ITERATION: "none",
+    Source.TRANSFER: "transfers",
 }
 
 
@@ -242,17 +243,36 @@ class Judge:
         self.replay = Replay(self.matched)
         own = self.matched.own_ns.astype(np.float64)
         self.own = own
-        present = matched.present
         self.work = own.sum(axis=2)
         training = own[:, :, _TRAINING].sum(axis=2)
         # How much later each rank came than the others, for each operation; saving and evaluating are other matters.
-        self.late = np.minimum(_excess(self.work, present), _excess(training, present))
-        self.late_by_phase = np.stack([_excess(own[:, :, phase], present) for phase in Phase], axis=2)
+        if matched.exchanges:
+            self.late_by_phase = self._lateness_where_it_is_worked()
+            trained = self.late_by_phase[:, :, _TRAINING].sum(axis=2)
+            self.late = np.minimum(self.late_by_phase.sum(axis=2), trained)
+        else:
+            self.late = np.minimum(_excess(self.work, matched.present), _excess(training, matched.present))
+            self.late_by_phase = np.stack([_excess(own[:, :, phase], matched.present) for phase in Phase], axis=2)
         self.iteration_late = matched.by_iteration(self.late)
         self.stalled = self._stalls(matched.by_iteration(training))
         self.calm: Mask = ~np.asarray(self.stalled.any(axis=1))
         self.looked_at = self.calm  # for what is typical
         self.explained_ns = np.zeros(len(self.span_ns))  # of each iteration, by stragglers
+
+    def _lateness_where_it_is_worked(self) -> Float64Array:
+        """By how much the work of ranks that send to each other exceeds that of the others: [operation, rank, phase].
+
+        They do different things before each operation: what they do of a phase in an iteration is compared, and the
+        excess lies where they work in that phase.
+        """
+        found = np.zeros_like(self.own)
+        for phase in Phase:
+            work = self.own[:, :, phase]
+            total = self.matched.by_iteration(work)
+            excess = _excess(total, np.ones_like(total, dtype=np.bool_))
+            share = np.divide(excess, total, out=np.zeros_like(total), where=total > 0)
+            found[:, :, phase] = share[self.matched.operation_iteration] * work
+        return found
 
     # --- shares -------------------------------------------------------------------------------------------------------
 
@@ -319,16 +339,21 @@ class Judge:
         """What stalls added to the work before each operation, and that by rank and phase in all."""
         matched = self.matched
         stalled = self.stalled[matched.operation_iteration]
-        above = np.where(stalled[:, :, None], np.maximum(self.own - self._usual()[matched.operation_position], 0), 0)
+        above = np.where(stalled[:, :, None], np.maximum(self.own - self._usual(), 0), 0)
         above[:, :, _APART] = 0
         return above.sum(axis=2), above.sum(axis=0)
 
     def _usual(self) -> Float64Array:
-        """What each rank usually does of each phase before the n-th operation of an iteration: [n, rank, phase]."""
-        position = self.matched.operation_position
-        order = np.argsort(position, kind="stable")
-        parts = np.split(order, np.flatnonzero(np.diff(position[order])) + 1)
-        return np.stack([np.median(self.own[rows], axis=0) for rows in parts])
+        """What ranks usually do of a phase before their n-th operation of an iteration: [operation, rank, phase]."""
+        found = np.zeros_like(self.own)
+        for column, present in enumerate(self.matched.present.T):
+            rows = np.flatnonzero(present)
+            position = self.matched.positions(rows)
+            order = np.argsort(position, kind="stable")
+            for part in np.split(rows[order], np.flatnonzero(np.diff(position[order])) + 1):
+                if len(part):
+                    found[part, column] = np.median(self.own[part, column], axis=0)
+        return found
 
     # --- findings -----------------------------------------------------------------------------------------------------
 
@@ -398,7 +423,7 @@ class Judge:
             effect,
             MIN_EFFECT,
             f"{who} {verb} the others back{since}: {reason}",
-            _advice(cause, self._workers(chosen), bool(told.get("alike"))),
+            _advice(cause, self._workers(chosen), bool(told.get("alike")), self.matched.exchanges),
             {"own_ns": round(own), "others_ns": round(others), "late_in": often.tolist(), **told},
         )
 
@@ -476,7 +501,12 @@ class Judge:
         return found
 
     def _follows_data(self, columns: Sequence[int], excess: dict[str, float]) -> bool:
-        """Forward and backward are longer by the same factor, the optimizer, which sees no data, is not."""
+        """Forward and backward are longer by the same factor, the optimizer, which sees no data, is not.
+
+        Stages of a pipeline see the same data.
+        """
+        if self.matched.exchanges:
+            return False
         forward, backward = excess["forward"], excess["backward"]
         total = sum(value for value in excess.values() if value > 0)
         if total <= 0 or min(forward, backward) < 0.1 * total or forward + backward < CAUSE_SHARE * total:
@@ -567,17 +597,28 @@ class Judge:
 
     def common(self, phase: int) -> Float64Array:
         """What the median rank does of a phase in each iteration, ns."""
-        own = np.where(self.matched.present, self.own[:, :, phase], np.inf)
-        return self.matched.by_iteration(_lower_median_of_present(own))
+        return self._median_rank(self.own[:, :, phase])
 
     def held_ns(self) -> Float64Array:
         """For how long operations that are not matched hold the median rank in each iteration."""
-        fixed = np.where(self.matched.present, self.matched.fixed_ns.astype(np.float64), np.inf)
-        return self.matched.by_iteration(_lower_median_of_present(fixed))
+        return self._median_rank(self.matched.fixed_ns.astype(np.float64))
+
+    def exposed_ns(self) -> Float64Array:
+        """For how long operations to which all had come hold the median rank in each iteration."""
+        if not self.matched.exchanges:
+            return self.matched.by_iteration(self.matched.exposed_ns)
+        return self._median_rank(np.broadcast_to(self.matched.exposed_ns[:, None], self.matched.present.shape))
+
+    def _median_rank(self, values: Float64Array) -> Float64Array:
+        """Lower median of the ranks: of each operation, summed over an iteration; of the sums where ranks exchange."""
+        present = self.matched.present
+        if self.matched.exchanges:
+            return statistics.lower_median(self.matched.by_iteration(np.where(present, values, 0)))
+        return self.matched.by_iteration(_lower_median_of_present(np.where(present, values, np.inf)))
 
     def apart_ns(self) -> Float64Array:
         """Saving and evaluating in each iteration, on the rank that it took longest."""
-        return self.matched.by_iteration(self.own[:, :, _APART].sum(axis=2).max(axis=1, initial=0))
+        return np.asarray(self.matched.by_iteration(self.own[:, :, _APART].sum(axis=2)).max(axis=1, initial=0))
 
     def _common(self, phase: int) -> tuple[Estimate, Float64Array]:
         part = self.common(phase)
@@ -599,7 +640,7 @@ class Judge:
         return self._finding(
             *("input_bound", [], phase_name(Phase.DATA_LOADING), [], effect, INPUT_BOUND),
             f"all ranks wait for data ({seen}){restart}",
-            _advice(phase_name(Phase.DATA_LOADING), workers, False),
+            _advice(phase_name(Phase.DATA_LOADING), workers),
             {"workers": sorted(workers), "at_loader_start": starts},
         )
 
@@ -625,7 +666,7 @@ class Judge:
 
     def _communication(self) -> Finding | None:
         """Operations to which everybody has come take long themselves."""
-        exposed = self.matched.by_iteration(self.matched.exposed_ns)
+        exposed = self.exposed_ns()
         effect = self.share(exposed)
         if effect.value < COMMUNICATION_BOUND or effect.low < MIN_EFFECT:
             return None
@@ -888,7 +929,7 @@ def _number_of(workers: frozenset[int]) -> str:
     return " or ".join(str(each) if each else "no" for each in sorted(workers))
 
 
-def _advice(cause: str | None, workers: frozenset[int], alike: bool) -> str:
+def _advice(cause: str | None, workers: frozenset[int], alike: bool = False, exchanges: bool = False) -> str:
     """What to try against a rank that is slow for this reason."""
     if cause == phase_name(Phase.DATA_LOADING):
         seen = f"; it has {_number_of(workers).replace('no', 'none')}" if workers else ""
@@ -897,6 +938,8 @@ def _advice(cause: str | None, workers: frozenset[int], alike: bool) -> str:
         return "sort or bucket samples by length, or give each rank the same number of tokens rather than of samples"
     if cause == phase_name(Phase.OPTIMIZER):
         return "compare its parameters and optimizer state with the other ranks': a sharded optimizer may be uneven"
+    if alike and exchanges:
+        return "move layers from its pipeline stage to others, or look at its host: other processes, fewer threads"
     if alike:
         return "look at the host rather than the program: other processes on its cores, fewer threads, throttling"
     if cause in (phase_name(Phase.FORWARD), phase_name(Phase.BACKWARD)):
