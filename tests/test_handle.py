@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -375,6 +376,77 @@ def test_otel_variables_name_the_exporter(monkeypatch: pytest.MonkeyPatch, capsy
     assert json.loads(line)["name"] == "s"
 
 
+def test_otel_variables_are_stronger_than_the_named_exporter(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
+    made = setup_telemetry(NemoLensConfig(enabled=True, exporter="console"))
+    made.tracer.start_span("s").end()
+    with managed_span("job", "j") as span:
+        assert span is None
+    made.shutdown()
+    assert made.is_exporting is False
+    assert capsys.readouterr().out == ""
+
+
+def test_a_disabled_call_leaves_what_runs_alone() -> None:
+    exporter = InMemorySpanExporter()
+    made = set_up(exporter)
+    setup_telemetry(NemoLensConfig(enabled=False)).shutdown()
+    with managed_span("job", "after"):
+        pass
+    made.shutdown()
+    assert names(exporter) == ["after"]
+
+
+# --- a bad environment ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "told", "goes_on"),
+    [
+        ({"OTEL_TRACES_EXPORTER": "bogus"}, ["'bogus'", "is not installed"], "metrics"),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "xx"}, ["PROTOCOL='xx'"], "metrics"),
+        (
+            {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_BSP_SCHEDULE_DELAY": "-1"},
+            ["BSP_SCHEDULE_DELAY='-1'"],
+            "metrics",
+        ),
+        ({"OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "-3"}, ["OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "-3"], "metrics"),
+        ({"OTEL_METRIC_EXPORT_INTERVAL": "0"}, ["OTEL_METRIC_EXPORT_INTERVAL='0'"], "spans"),
+        ({"OTEL_METRICS_EXPORTER": "prometheus", "OTEL_EXPORTER_PROMETHEUS_PORT": "abc"}, ["_PORT='abc'"], "spans"),
+        (
+            {"OTEL_METRICS_EXPORTER": "prometheus", "OTEL_EXPORTER_PROMETHEUS_PORT": "busy"},
+            ["in use", "_PORT="],
+            "spans",
+        ),
+    ],
+)
+def test_a_bad_environment_costs_one_line_and_one_signal(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    environment: dict[str, str],
+    told: list[str],
+    goes_on: str,
+) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, str(taken.getsockname()[1]) if value == "busy" else value)
+        if "prometheus" in environment.values():
+            monkeypatch.setenv("OTEL_EXPORTER_PROMETHEUS_HOST", "0.0.0.0")
+        made = setup_telemetry(NemoLensConfig(enabled=True, exporter="console"))
+        made.tracer.start_span("s").end()
+        made.meter.create_counter("c").add(1)
+        made.shutdown()
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "lens_auto"]
+    assert all(part in line for part in told), line
+    assert made.is_exporting is True
+    out = [json.loads(each) for each in capsys.readouterr().out.splitlines()]
+    assert ["metrics" if "resource_metrics" in each else "spans" for each in out] == [goes_on]
+
+
 # --- console and file -------------------------------------------------------------------------------------------------
 
 
@@ -622,3 +694,94 @@ def test_nothing_of_the_sdk_is_imported_before_it_is_needed() -> None:
         " print('opentelemetry.sdk' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip() == "False"
+
+
+FORKS = """
+import multiprocessing
+import os
+from lens_auto import NemoLensConfig, managed_span, setup_telemetry
+handle = setup_telemetry(NemoLensConfig(enabled=True, run_id="r"))
+def child(name):
+    with managed_span("job", name):
+        pass
+context = multiprocessing.get_context("fork")
+process = context.Process(target=child, args=("process",))
+process.start()
+process.join()
+pool = context.Pool(1)
+pool.map(child, ["pool"])
+pool.close()
+pool.join()
+child("parent")
+"""
+
+
+def test_forked_children_send_their_own_spans_under_their_own_name(launch: Launcher) -> None:
+    with Receiver("http") as receiver:
+        environment = {**receiver.environment(), "OTEL_METRICS_EXPORTER": "none"}
+        run = launch.run(*PYTHON, launch.program(FORKS), env=environment)
+        assert (run.code, run.lines) == (0, [])
+        found = {span["name"]: span["resource"] for span in receiver.spans()}
+    assert set(found) == {"process", "pool", "parent"}
+    assert len({each["process.pid"] for each in found.values()}) == 3
+    host = os.uname().nodename
+    for name in ("process", "pool"):
+        assert found[name]["service.instance.id"] == f"r-{host}-{found[name]['process.pid']}"
+    assert found["parent"]["service.instance.id"] == "r-rank0"
+
+
+def test_the_run_id_of_a_run_that_has_one_is_told(launch: Launcher) -> None:
+    program = """
+    from lens_auto import NemoLensConfig, setup_telemetry
+    setup_telemetry(NemoLensConfig(enabled=True, run_id="mine"))
+    """
+    run = launch.instrumented(program, env={"NEMO_LENS_RUN_ID": "theirs"})
+    assert run.lines == [
+        "lens-auto: run_id='mine' of setup_telemetry is not used, this run is 'theirs' already;"
+        " set NEMO_LENS_RUN_ID=mine before the start"
+    ]
+    assert launch.instrumented(program, env={"NEMO_LENS_RUN_ID": "mine"}).lines == []
+
+
+@pytest.mark.parametrize("by_variable", [True, False])
+def test_an_adopted_rank_whose_console_stays_empty_does_not_export(launch: Launcher, by_variable: bool) -> None:
+    program = f"""
+    from lens_auto import NemoLensConfig, managed_span, setup_telemetry
+    config = NemoLensConfig(enabled=True, exporter="{"otlp" if by_variable else "console"}")
+    handle = setup_telemetry(config, rank=1, world_size=4)
+    with managed_span("job", "s") as span:
+        print(handle.is_exporting, span)
+    """
+    run = launch.instrumented(program, env={"NEMO_LENS_EXPORTER": "console" if by_variable else None})
+    assert (run.stdout, run.run_dirs) == ("False None\n", [])
+
+
+def test_what_an_adopted_shutdown_leaves_is_not_called_lost(launch: Launcher) -> None:
+    program = """
+    from lens_auto import NemoLensConfig, managed_span, setup_telemetry
+    handle = setup_telemetry(NemoLensConfig(enabled=True))
+    with managed_span("job", "s"):
+        pass
+    handle.shutdown(300)
+    """
+    with Receiver("grpc", down=True) as receiver:
+        environment = {
+            **receiver.environment(),
+            "NEMO_LENS_EXIT_TIMEOUT_S": "1",
+            "NEMO_LENS_RUN_ID": "r",
+            "OTEL_METRICS_EXPORTER": "none",
+        }
+        run = launch.instrumented(program, env=environment)
+    (line,) = [line for line in run.lines if "not all sent within 300 ms" in line]
+    assert "lost" not in line
+    assert "kept in lens-runs/r (*unsent.jsonl), from where lens-auto recover sends them" in line
+    assert list((run.run_dir / "services").glob("*.unsent.jsonl"))
+
+
+@pytest.mark.parametrize("variable", ["NEMO_LENS_DISABLED", "OTEL_SDK_DISABLED"])
+def test_switched_off_nothing_is_said_about_the_run_id(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "true")
+    setup_telemetry(NemoLensConfig(enabled=True), rank=0, world_size=2)
+    assert caplog.records == []
