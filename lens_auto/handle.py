@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import uuid
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry import metrics, trace
@@ -66,7 +67,13 @@ class TelemetryHandle:
         Args:
             timeout_ms: After this time the call returns, whatever an exporter still waits for; one line says what was
                 not sent.
+
+        Raises:
+            TypeError: `timeout_ms` is no number; telemetry runs on.
         """
+        given: Any = timeout_ms
+        if not isinstance(given, Real):
+            raise TypeError(f"timeout_ms must be a number of milliseconds, got {given!r}")
         end, self._end = self._end, None
         if end is None:
             return

@@ -27,6 +27,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcess
 from lens_auto import destinations, sdk_exporters
 from lens_auto.destinations import CONSOLE, FILE, LOGS, METRICS, OTLP, TRACES
 from lens_auto.semconv import NEMO_SPAN_TRUNCATED
+from lens_auto.values import encodable, held
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -359,6 +360,8 @@ class OpenSpans(SpanProcessor):
                 pass
         if span.context is not None:
             self._open[span.context.span_id] = span
+        if not span.name.isascii():  # one that cannot be encoded would cost its whole batch
+            span.update_name(encodable(span.name))
 
     def on_end(self, span: ReadableSpan) -> None:
         """Forget an ended span; it is a copy of the one that started, so the id is what they share."""
@@ -485,8 +488,9 @@ def clean_attributes(attributes: Mapping[str, Any] | None, what: str) -> dict[st
     kept: dict[str, Any] = {}
     left_out: list[str] = []
     for key, value in (attributes or {}).items():
-        if key and _holds(value):
-            kept[key] = list(value) if isinstance(value, (tuple, set, frozenset)) else value
+        found = _held(value) if key else None
+        if found is not None:
+            kept[encodable(key)] = found
         elif value is not None:
             left_out.append(f"{key} ({type(value).__name__})")
     if left_out:
@@ -494,15 +498,11 @@ def clean_attributes(attributes: Mapping[str, Any] | None, what: str) -> dict[st
     return kept
 
 
-def _holds(value: Any) -> bool:
-    scalars = (bool, str, int, float)
-    if isinstance(value, scalars):
-        return True
-    return (
-        isinstance(value, Collection)
-        and not isinstance(value, (Mapping, bytes))
-        and (len({type(item) for item in value}) <= 1 and all(isinstance(item, scalars) for item in value))
-    )
+def _held(value: Any) -> Any:
+    if isinstance(value, Collection) and not isinstance(value, (str, Mapping, bytes)):
+        items = [held(item) for item in value]
+        return items if len({type(item) for item in items}) <= 1 and None not in items else None
+    return held(value)
 
 
 def set_global(pipeline: Pipeline, replace: bool = False) -> None:

@@ -311,6 +311,27 @@ def test_open_spans_are_closed_and_marked() -> None:
     assert len(exporter.get_finished_spans()) == 3
 
 
+def test_a_timeout_that_is_no_number_is_refused_and_ends_nothing() -> None:
+    exporter = InMemorySpanExporter()
+    made = set_up(exporter)
+    with pytest.raises(TypeError, match="timeout_ms must be a number of milliseconds, got None"):
+        made.shutdown(None)  # type: ignore[arg-type]
+    made.tracer.start_span("after").end()
+    made.shutdown(1000)
+    assert names(exporter) == ["after"]
+
+
+def test_a_name_that_cannot_be_encoded_costs_no_other_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Receiver("http") as receiver:
+        for name, value in receiver.environment().items():
+            monkeypatch.setenv(name, value)
+        made = setup_telemetry(NemoLensConfig(enabled=True, metrics_enabled=False))
+        for name in ("good", "\ud800", "good too"):
+            made.tracer.start_span(name).end()
+        made.shutdown()
+        assert sorted(span["name"] for span in receiver.spans()) == ["?", "good", "good too"]
+
+
 class _Stuck(SpanExporter):
     """Takes far longer than anybody waits, in whatever it does."""
 
