@@ -78,7 +78,7 @@ _MAY_HOLD_SECRETS = ("ENDPOINT", "HEADERS", "CERTIFICATE", "KEY")
 
 def reason(signal: str, error: BaseException, environ: Mapping[str, str] = os.environ) -> str:
     """Why a signal could not be built, with the variables that were set for it: the SDK's errors rarely name one."""
-    text = f"{type(error).__name__}: {error}"
+    text = " ".join(f"{type(error).__name__}: {error}".split())
     beginnings = (*_VARIABLES[signal], "OTEL_EXPORTER_OTLP_")
     set_here = [
         name if name.endswith(_MAY_HOLD_SECRETS) else f"{name}={environ[name]!r}"

@@ -132,8 +132,8 @@ def setup_telemetry(
         given = config.run_id
         config.run_id = given or _run_id(world_size)
         settled = _Settled(config, rank, world_size, groups, exporter, bool(decide(config, rank, world_size)))
-        settled.attributes = _user_attributes(resource_attributes)
-        settled.sampler = _sampler(settled, layered=export_strategy is None and config.export_strategy == "sampled")
+        settled.layered = export_strategy is None and config.export_strategy == "sampled"
+        settled.given_attributes = resource_attributes
         if providers.installed() and not _allow_reinit:
             _check_run_id(given)
             handle = _guarded(_adopt, settled, span_exporter, metric_reader)
@@ -145,7 +145,10 @@ def setup_telemetry(
 
 def _guarded(work: Callable[..., TelemetryHandle], *arguments: Any) -> TelemetryHandle:
     """What telemetry itself fails at is no reason for a job not to run."""
+    settled: _Settled = arguments[0]
     try:
+        settled.attributes = _user_attributes(settled.given_attributes)
+        settled.sampler = _sampler(settled)
         return work(*arguments)
     except Exception as error:
         logger.warning("lens-auto: telemetry is not set up: %s: %s", type(error).__name__, error)
@@ -171,6 +174,8 @@ class _Settled:
         self.groups = groups
         self.exporter = exporter
         self.exports = exports
+        self.layered = False
+        self.given_attributes: Mapping[str, Any] | None = None
         self.attributes: dict[str, Any] = {}
         self.sampler: Sampler | None = None
 
@@ -187,7 +192,7 @@ def _user_attributes(attributes: Mapping[str, Any] | None) -> dict[str, Any]:
     return clean_attributes(attributes, "resource attributes")
 
 
-def _sampler(settled: _Settled, layered: bool) -> Sampler | None:
+def _sampler(settled: _Settled) -> Sampler | None:
     if not settled.config.sampler_enabled or not settled.exports:
         return None
     from lens_auto.pipelines import sampler_from_environment
@@ -195,7 +200,7 @@ def _sampler(settled: _Settled, layered: bool) -> Sampler | None:
 
     rate = settled.config.export_sample_rate
     root = sampler_from_environment()
-    return RankAwareSampler(settled.rank, settled.world_size, rate, root=root, layered=layered)
+    return RankAwareSampler(settled.rank, settled.world_size, rate, root=root, layered=settled.layered)
 
 
 # --- on our own -------------------------------------------------------------------------------------------------------

@@ -434,7 +434,6 @@ def test_a_disabled_call_leaves_what_runs_alone() -> None:
             ["BSP_SCHEDULE_DELAY='-1'"],
             "metrics",
         ),
-        ({"OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "-3"}, ["OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "-3"], "metrics"),
         ({"OTEL_METRIC_EXPORT_INTERVAL": "0"}, ["OTEL_METRIC_EXPORT_INTERVAL='0'"], "spans"),
         ({"OTEL_METRICS_EXPORTER": "prometheus", "OTEL_EXPORTER_PROMETHEUS_PORT": "abc"}, ["_PORT='abc'"], "spans"),
         (
@@ -775,6 +774,25 @@ def test_an_adopted_rank_whose_console_stays_empty_does_not_export(launch: Launc
     """
     run = launch.instrumented(program, env={"NEMO_LENS_EXPORTER": "console" if by_variable else None})
     assert (run.stdout, run.run_dirs) == ("False None\n", [])
+
+
+@pytest.mark.parametrize("instrumented", [True, False])
+def test_an_sdk_that_cannot_be_imported_costs_one_line(launch: Launcher, instrumented: bool) -> None:
+    program = """
+    from lens_auto import NemoLensConfig, managed_span, setup_telemetry
+    config = NemoLensConfig(enabled=True, sampler_enabled=True)
+    handle = setup_telemetry(config, resource_attributes={"team": "blue"})
+    with managed_span("job", "s"):
+        handle.meter.create_counter("c").add(1)
+    handle.shutdown()
+    print("trained")
+    """
+    command = (*INSTRUMENT, *PYTHON) if instrumented else PYTHON
+    run = launch.run(*command, launch.program(program), env={"OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "-3"})
+    assert (run.code, run.stdout) == (0, "trained\n"), run.stderr
+    (line,) = run.lines
+    assert line.startswith("lens-auto: ") or instrumented, line
+    assert "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT must be a non-negative integer but got -3" in line
 
 
 def test_what_an_adopted_shutdown_leaves_is_not_called_lost(launch: Launcher) -> None:
