@@ -411,3 +411,11 @@ def test_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     installed.clear()
     assert http_services.advice(Settings(), {}) == []
+
+
+def test_the_example_knows_its_servers() -> None:
+    done = subprocess.run(
+        [*PYTHON, str(EXAMPLE / "run.py"), "--plain", "bogus"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "invalid choice: 'bogus'" in done.stderr
