@@ -234,9 +234,20 @@ def _set_up(
 
         setup_logging_bridge()
     atexit.register(handle.shutdown)  # for a program that forgets to
-    providers.end_in_children(pipeline, handle.shutdown)
+    providers.end_in_children(pipeline, _ending_child(pipeline))
     os.register_at_fork(after_in_child=_naming(pipeline, settled))  # after the SDK's own, which names it by a UUID
     return handle
+
+
+def _ending_child(pipeline: Pipeline) -> Callable[[], None]:
+    """What multiprocessing's children do at their end. Their metrics are their parent's, which are not sent twice."""
+    parent = os.getpid()
+
+    def end() -> None:
+        if os.getpid() != parent:
+            pipeline.shutdown(DEFAULT_TIMEOUT_MS, but=destinations.METRICS)
+
+    return end
 
 
 def _naming(pipeline: Pipeline, settled: _Settled) -> Callable[[], None]:

@@ -199,22 +199,23 @@ class Pipeline:
         ended = [call.wait(deadline) for call in calls]
         return all(ended) and not any(call.result is False for call in calls)
 
-    def shutdown(self, timeout_ms: float) -> list[str]:
-        """End all signals at the same time: open spans are closed and marked, what is waiting is exported.
+    def shutdown(self, timeout_ms: float, but: str = "") -> list[str]:
+        """End all signals (but one) at the same time: open spans are closed and marked, what is waiting is exported.
 
         Returns:
             The signals that had not ended when the time was up; the process need not wait for them.
         """
         began = time.monotonic()
         deadline = began + timeout_ms / 1000
-        for end in self._ends:
+        ends = [end for end in self._ends if end.name != but]
+        for end in ends:
             end.go()
         if self._keepers:
             soft = began + timeout_ms / 1000 * (1 - _KEPT_SHARE)
-            late = [end.name for end in self._ends if not end.wait(soft)]
+            late = [end.name for end in ends if not end.wait(soft)]
             for keeper in self._keepers if late else ():
                 keeper.give_up()
-        late = [end.name for end in self._ends if not end.wait(deadline)]
+        late = [end.name for end in ends if not end.wait(deadline)]
         for keeper in self._keepers if late else ():
             keeper.keep()
         return late

@@ -721,6 +721,7 @@ import multiprocessing
 import os
 from lens_auto import NemoLensConfig, managed_span, setup_telemetry
 handle = setup_telemetry(NemoLensConfig(enabled=True, run_id="r"))
+handle.meter.create_counter("c").add(1)
 def child(name):
     with managed_span("job", name):
         pass
@@ -736,11 +737,12 @@ child("parent")
 """
 
 
-def test_forked_children_send_their_own_spans_under_their_own_name(launch: Launcher) -> None:
-    with Receiver("http") as receiver:
-        environment = {**receiver.environment(), "OTEL_METRICS_EXPORTER": "none"}
-        run = launch.run(*PYTHON, launch.program(FORKS), env=environment)
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_forked_children_send_their_own_spans_under_their_own_name(launch: Launcher, protocol: Any) -> None:
+    with Receiver(protocol) as receiver:
+        run = launch.run(*PYTHON, launch.program(FORKS), env=receiver.environment())
         assert (run.code, run.lines) == (0, [])
+        assert receiver.counts()["metrics"] == 1  # the parent's; a child's would be the same numbers again
         found = {span["name"]: span["resource"] for span in receiver.spans()}
     assert set(found) == {"process", "pool", "parent"}
     assert len({each["process.pid"] for each in found.values()}) == 3
