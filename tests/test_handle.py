@@ -259,18 +259,25 @@ def test_what_cannot_be_held_is_left_out_with_one_debug_line(caplog: pytest.LogC
         made = set_up(
             exporter,
             service_name="svc",
-            resource_attributes={"good": 1.5, "object": object(), "nothing": None, "mixed": [1, "a"], "map": {"a": 1}},
+            resource_attributes={
+                "good": 1.5,
+                "object": object(),
+                "nothing": None,
+                "mixed": [1, "a"],
+                "map": {"a": 1},
+                "big": 1 << 63,
+            },
         )
     found = resource_of(exporter, made)
     assert found["good"] == 1.5
     assert found["service.name"] == "svc"
-    assert not {"object", "nothing", "mixed", "map"} & set(found)
+    assert not {"object", "nothing", "mixed", "map", "big"} & set(found)
     lines = [record for record in caplog.records if "left out" in record.getMessage()]
     assert [(line.levelno, line.getMessage()) for line in lines] == [
         (
             logging.DEBUG,
             "lens-auto: resource attributes that cannot be held and are left out: object (object), mixed (list),"
-            " map (dict)",
+            " map (dict), big (int)",
         )
     ]
 
@@ -456,12 +463,14 @@ def test_a_bad_environment_costs_one_line_and_one_signal(
             monkeypatch.setenv(name, str(taken.getsockname()[1]) if value == "busy" else value)
         if "prometheus" in environment.values():
             monkeypatch.setenv("OTEL_EXPORTER_PROMETHEUS_HOST", "0.0.0.0")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=s3cret")
         made = setup_telemetry(NemoLensConfig(enabled=True, exporter="console"))
         made.tracer.start_span("s").end()
         made.meter.create_counter("c").add(1)
         made.shutdown()
     (line,) = [record.getMessage() for record in caplog.records if record.name == "lens_auto"]
     assert all(part in line for part in told), line
+    assert "s3cret" not in line
     assert made.is_exporting is True
     out = [json.loads(each) for each in capsys.readouterr().out.splitlines()]
     assert ["metrics" if "resource_metrics" in each else "spans" for each in out] == [goes_on]
@@ -541,6 +550,15 @@ def test_file_is_otlp_json_in_the_run_directory(tmp_path: Path) -> None:
     assert (record["traceId"], record["spanId"]) == (own.trace_id.hex(), own.span_id.hex())
     (metric,) = [json.loads(line) for line in read_lines(folder, "services/*.metrics.jsonl")]
     assert metric["resourceMetrics"][0]["scopeMetrics"][0]["metrics"][0]["name"] == "c"
+
+
+def test_an_integer_beyond_64_bits_costs_its_attribute_alone_in_a_file(tmp_path: Path) -> None:
+    made = setup_telemetry(NemoLensConfig(enabled=True, exporter="file", run_id="r1", metrics_enabled=False))
+    made.tracer.start_span("s", attributes={"seed": 1 << 63, "seeds": [1, 1 << 70], "kept": -(1 << 63)}).end()
+    made.shutdown()
+    (line,) = read_lines(tmp_path / "lens-runs" / "r1", "services/*.jsonl")
+    (span,) = parse(line).resource_spans[0].scope_spans[0].spans
+    assert [(each.key, each.value.int_value) for each in span.attributes] == [("kept", -(1 << 63))]
 
 
 def test_every_kind_of_span_is_encoded_as_the_sdk_encodes_it() -> None:
