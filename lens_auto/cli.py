@@ -301,7 +301,7 @@ def export(
         encode = encoder(to)
         run, problems = _open(run_dir, "export")
         path = None if to_file is None else str(to_file)
-        count = 0
+        count = damaged = 0
         with _progress("exporting", len(run.writers)) as advance, output(path) as file:
             for made in run_spans(run):
                 for line, spans in encode([made]):
@@ -312,8 +312,11 @@ def export(
                 for line, spans in trace_lines(run):
                     file.write(line)
                     count += spans
+                    damaged += not line
     for problem in (*problems, *run.problems):
         _say(str(problem))
+    if damaged:
+        _say(_damaged(damaged))
     if path not in (None, "-"):
         _say(f"{count:,} spans of {len(run.writers)} rank{'' if len(run.writers) == 1 else 's'} written to {path}")
 
@@ -343,7 +346,13 @@ def _send(run_dir: Path | None, command: str, endpoint: str | None, protocol: st
         notes.append(f"{done.not_sampled:,} left out by the sampler")
     if done.running:
         notes.append(f"{done.running} processes are still running and were left alone")
+    if done.damaged:
+        notes.append(_damaged(done.damaged))
     _say("; ".join(notes))
+
+
+def _damaged(lines: int) -> str:
+    return f"{lines:,} damaged line{'' if lines == 1 else 's'} in the files of programs left out"
 
 
 @app.command()

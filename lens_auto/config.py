@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from numbers import Real
+from typing import TYPE_CHECKING, Any
 
 from lens_auto.groups import SpanGroup
 from lens_auto.settings import parse_bool
@@ -40,6 +41,7 @@ class NemoLensConfig:
         span_group_cls: The class that knows the names in `span_groups`.
 
     Raises:
+        TypeError: `export_sample_rate` is no number.
         ValueError: `export_sample_rate` lies outside [0, 1].
     """
 
@@ -61,6 +63,9 @@ class NemoLensConfig:
     span_group_cls: type[SpanGroup] = field(default=SpanGroup, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        rate: Any = self.export_sample_rate
+        if not isinstance(rate, Real):
+            raise TypeError(f"export_sample_rate must be a number in [0, 1], got {rate!r}")
         if not 0.0 <= self.export_sample_rate <= 1.0:
             raise ValueError(f"export_sample_rate must lie in [0, 1], got {self.export_sample_rate!r}")
 

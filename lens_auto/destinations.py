@@ -65,3 +65,24 @@ def destinations(
     if any(name != FILE for name in names) and not exports():
         return [name for name in names if name == FILE]
     return names
+
+
+# The variables that decide how a signal is built, by their beginning.
+_VARIABLES = {
+    TRACES: ("OTEL_TRACES_", "OTEL_BSP_", "OTEL_SPAN_", "OTEL_ATTRIBUTE_", "OTEL_EVENT_", "OTEL_LINK_"),
+    METRICS: ("OTEL_METRIC", "OTEL_EXPORTER_PROMETHEUS_"),
+    LOGS: ("OTEL_LOGS_", "OTEL_BLRP_", "OTEL_LOGRECORD_"),
+}
+_MAY_HOLD_SECRETS = ("ENDPOINT", "HEADERS", "CERTIFICATE", "KEY")
+
+
+def reason(signal: str, error: BaseException, environ: Mapping[str, str] = os.environ) -> str:
+    """Why a signal could not be built, with the variables that were set for it: the SDK's errors rarely name one."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    beginnings = (*_VARIABLES[signal], "OTEL_EXPORTER_OTLP_")
+    set_here = [
+        name if name.endswith(_MAY_HOLD_SECRETS) else f"{name}={environ[name]!r}"
+        for name in sorted(environ)
+        if name.startswith(beginnings) and environ[name].strip() and name not in text
+    ]
+    return f"{text} ({', '.join(set_here)})" if set_here else text

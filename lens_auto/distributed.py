@@ -12,6 +12,7 @@ from opentelemetry.trace import Link, SpanContext
 
 from lens_auto.helpers import safe_set_span_attributes
 from lens_auto.propagation import extract_context, inject_context
+from lens_auto.values import encodable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -133,7 +134,7 @@ def create_linked_span(
     remote = _span_context(remote_context)
     if not remote.is_valid and remote_carrier is not None:
         remote = _span_context(extract_context(remote_carrier))
-    span = tracer.start_span(name, links=[Link(remote)] if remote.is_valid else None)
+    span = tracer.start_span(encodable(name), links=[Link(remote)] if remote.is_valid else None)
     safe_set_span_attributes(span, attributes)
     return span
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound="Callable[..., Any]")
 
 
+NO_DECORATOR = "managed_span and span_cm are for `with`; the decorator is trace_fn: @trace_fn(group, name)"
+
+
 class _Nothing:
     __slots__ = ()
 
@@ -22,6 +25,9 @@ class _Nothing:
 
     def __exit__(self, *_: object) -> None:
         return None
+
+    def __call__(self, *_: object) -> None:
+        raise TypeError(NO_DECORATOR)
 
 
 _NOTHING = _Nothing()

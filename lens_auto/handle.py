@@ -13,11 +13,12 @@ import os
 import sys
 import threading
 import uuid
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry import metrics, trace
 
-from lens_auto import destinations, providers, runtime, semconv, state
+from lens_auto import destinations, prefix, providers, runtime, semconv, state
 from lens_auto.identity import SERVICES_DIR
 from lens_auto.strategies import ExportStrategy, get_export_strategy
 
@@ -56,6 +57,7 @@ class TelemetryHandle:
         self.meter = meter
         self.is_exporting = is_exporting
         self._end: Callable[[float], list[str]] | None = None
+        self._then = "the rest is lost"
 
     def shutdown(self, timeout_ms: int = DEFAULT_TIMEOUT_MS) -> None:
         """Sends what is waiting and ends traces, metrics and logs. A second call does nothing.
@@ -65,13 +67,19 @@ class TelemetryHandle:
         Args:
             timeout_ms: After this time the call returns, whatever an exporter still waits for; one line says what was
                 not sent.
+
+        Raises:
+            TypeError: `timeout_ms` is no number; telemetry runs on.
         """
+        given: Any = timeout_ms
+        if not isinstance(given, Real):
+            raise TypeError(f"timeout_ms must be a number of milliseconds, got {given!r}")
         end, self._end = self._end, None
         if end is None:
             return
         late = end(max(0.0, float(timeout_ms)))
         if late:
-            logger.warning("lens-auto: %s not all sent within %g ms; the rest is lost", " and ".join(late), timeout_ms)
+            logger.warning("lens-auto: %s not all sent within %g ms; %s", " and ".join(late), timeout_ms, self._then)
 
 
 def setup_telemetry(
@@ -113,7 +121,7 @@ def setup_telemetry(
                 " and hand the handle on"
             )
         if not config.enabled:
-            if not providers.installed():
+            if not providers.installed() and not _initialized:
                 state.set_enabled_span_groups(frozenset())
             return _silent()
         groups = config.resolved_span_groups
@@ -121,16 +129,31 @@ def setup_telemetry(
         if exporter not in EXPORTERS:
             raise ValueError(f"unknown exporter {config.exporter!r}; there are: {', '.join(EXPORTERS)}")
         decide = export_strategy if callable(export_strategy) else get_export_strategy(config.export_strategy)
-        config.run_id = config.run_id or _run_id(world_size)
+        given = config.run_id
+        config.run_id = given or _run_id(world_size)
         settled = _Settled(config, rank, world_size, groups, exporter, bool(decide(config, rank, world_size)))
-        settled.attributes = _user_attributes(resource_attributes)
-        settled.sampler = _sampler(settled, layered=export_strategy is None and config.export_strategy == "sampled")
+        settled.layered = export_strategy is None and config.export_strategy == "sampled"
+        settled.given_attributes = resource_attributes
         if providers.installed() and not _allow_reinit:
-            handle = _adopt(settled, span_exporter, metric_reader)
+            _check_run_id(given)
+            handle = _guarded(_adopt, settled, span_exporter, metric_reader)
         else:
-            handle = _set_up(settled, span_exporter, metric_reader, replace=_allow_reinit)
+            handle = _guarded(_set_up, settled, span_exporter, metric_reader, _allow_reinit)
         _initialized = True
         return handle
+
+
+def _guarded(work: Callable[..., TelemetryHandle], *arguments: Any) -> TelemetryHandle:
+    """What telemetry itself fails at is no reason for a job not to run."""
+    settled: _Settled = arguments[0]
+    try:
+        settled.attributes = _user_attributes(settled.given_attributes)
+        settled.sampler = _sampler(settled)
+        return work(*arguments)
+    except Exception as error:
+        logger.warning("lens-auto: telemetry is not set up: %s: %s", type(error).__name__, error)
+        state.set_enabled_span_groups(frozenset())
+        return _silent()
 
 
 class _Settled:
@@ -151,6 +174,8 @@ class _Settled:
         self.groups = groups
         self.exporter = exporter
         self.exports = exports
+        self.layered = False
+        self.given_attributes: Mapping[str, Any] | None = None
         self.attributes: dict[str, Any] = {}
         self.sampler: Sampler | None = None
 
@@ -167,7 +192,7 @@ def _user_attributes(attributes: Mapping[str, Any] | None) -> dict[str, Any]:
     return clean_attributes(attributes, "resource attributes")
 
 
-def _sampler(settled: _Settled, layered: bool) -> Sampler | None:
+def _sampler(settled: _Settled) -> Sampler | None:
     if not settled.config.sampler_enabled or not settled.exports:
         return None
     from lens_auto.pipelines import sampler_from_environment
@@ -175,7 +200,7 @@ def _sampler(settled: _Settled, layered: bool) -> Sampler | None:
 
     rate = settled.config.export_sample_rate
     root = sampler_from_environment()
-    return RankAwareSampler(settled.rank, settled.world_size, rate, root=root, layered=layered)
+    return RankAwareSampler(settled.rank, settled.world_size, rate, root=root, layered=settled.layered)
 
 
 # --- on our own -------------------------------------------------------------------------------------------------------
@@ -200,16 +225,44 @@ def _set_up(
         tracer = pipeline.tracer_provider.get_tracer(semconv.INSTRUMENTATION_SCOPE)
     if pipeline.meter_provider is not None:
         meter = pipeline.meter_provider.get_meter(semconv.INSTRUMENTATION_SCOPE)
-    groups = settled.groups if config.traces_enabled else frozenset()
+    groups = settled.groups if pipeline.tracer_provider is not None else frozenset()
     state.set_enabled_span_groups(groups)
-    handle = TelemetryHandle(tracer, meter, is_exporting=True)
+    handle = TelemetryHandle(tracer, meter, is_exporting=pipeline.is_some)
     handle._end = _ending(pipeline, groups)
     if config.logs_enabled:
         from lens_auto.logging_bridge import setup_logging_bridge
 
         setup_logging_bridge()
     atexit.register(handle.shutdown)  # for a program that forgets to
+    providers.end_in_children(pipeline, _ending_child(pipeline))
+    os.register_at_fork(after_in_child=_naming(pipeline, settled))  # after the SDK's own, which names it by a UUID
     return handle
+
+
+def _ending_child(pipeline: Pipeline) -> Callable[[], None]:
+    """What multiprocessing's children do at their end. Their metrics are their parent's, which are not sent twice."""
+    parent = os.getpid()
+
+    def end() -> None:
+        if os.getpid() != parent:
+            pipeline.shutdown(DEFAULT_TIMEOUT_MS, but=destinations.METRICS)
+
+    return end
+
+
+def _naming(pipeline: Pipeline, settled: _Settled) -> Callable[[], None]:
+    """A forked child is a process of its own in what it sends, and no rank, as under `opentelemetry-instrument`."""
+    from lens_auto.resources import user_attributes
+
+    run_id, host = settled.config.run_id, os.uname().nodename
+    given = {**user_attributes(), **settled.attributes}
+
+    def name_child() -> None:
+        pid = os.getpid()
+        own = {semconv.PROCESS_PID: pid, semconv.SERVICE_INSTANCE_ID: f"{run_id}-{host}-{pid}"}
+        pipeline.update_resource({**own, **{name: given[name] for name in own if name in given}})
+
+    return name_child
 
 
 def _is_allowed() -> bool:
@@ -245,11 +298,11 @@ def _plan(settled: _Settled, span_exporter: SpanExporter | None, metric_reader: 
 
 
 def _exporter_names(exporter: str, signal: str) -> list[str]:
-    """What `OTEL_<SIGNAL>_EXPORTER` names counts where `config.exporter` is the default."""
-    if exporter != "otlp":
-        return [destinations.FILE if exporter == "file" else exporter]
+    """What `OTEL_<SIGNAL>_EXPORTER` names; unset: `config.exporter`."""
     named = destinations.exporter_names(signal)
-    return [destinations.OTLP] if named is None else named
+    if named is not None:
+        return named
+    return [destinations.FILE if exporter == "file" else exporter]
 
 
 def _run_file(run_id: str, rank: int) -> Callable[[str], str]:
@@ -345,7 +398,9 @@ def _adopt(
     if not providers.add(wanted):
         _add_late(wanted)
     # The run directory takes every rank's: the strategy decides about what leaves the node.
-    if not settled.exports and _goes_out():
+    if not settled.exports and not destinations.destinations(
+        destinations.TRACES, prefix.environment(), wanted, lambda: False
+    ):
         state.set_enabled_span_groups(frozenset())
         return _silent()
     runtime.set_groups(runtime.groups | (settled.groups if config.traces_enabled else frozenset()))
@@ -353,13 +408,31 @@ def _adopt(
         trace.get_tracer(semconv.INSTRUMENTATION_SCOPE), metrics.get_meter(semconv.INSTRUMENTATION_SCOPE), True
     )
     handle._end = _flush_what_runs
+    handle._then = (
+        "they are tried again until the process ends; spans that are not sent by then are kept in"
+        f" {_run_dir_shown()} (*unsent.jsonl), from where lens-auto recover sends them"
+    )
     return handle
 
 
-def _goes_out() -> bool:
-    return any(name != destinations.FILE for name in destinations.exporter_names("traces") or ()) or (
-        destinations.endpoint_is_set("traces")
-    )
+def _run_dir_shown() -> str:
+    from lens_auto.recorder import rundir
+
+    wanted = runtime.configure().run_dir
+    return rundir.shown(wanted or rundir.default_run_dir(os.environ.get(runtime.RUN_ID_VARIABLE, "")))
+
+
+def _check_run_id(given: str) -> None:
+    """The run directory and the ranks' records have their run id before the program runs."""
+    run_id = os.environ.get(runtime.RUN_ID_VARIABLE, "")
+    if given and given != run_id:
+        logger.warning(
+            "lens-auto: run_id=%r of setup_telemetry is not used, this run is %r already; set %s=%s before the start",
+            given,
+            run_id,
+            runtime.RUN_ID_VARIABLE,
+            given,
+        )
 
 
 def _additional_resource(settled: _Settled) -> dict[str, Any]:
@@ -447,10 +520,11 @@ def _run_id_from_launcher() -> str | None:
 
 
 def _own_run_id() -> str:
-    logger.warning(
-        "lens-auto: nothing names this run on all ranks, so each rank uses a run id of its own; set NEMO_LENS_RUN_ID,"
-        " or call setup_telemetry after init_process_group"
-    )
+    if _is_allowed():  # else nothing carries the id
+        logger.warning(
+            "lens-auto: nothing names this run on all ranks, so each rank uses a run id of its own; set"
+            " NEMO_LENS_RUN_ID, or call setup_telemetry after init_process_group"
+        )
     return str(uuid.uuid4())
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import traceback
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from opentelemetry import context as otel_context
@@ -16,7 +17,9 @@ from opentelemetry import metrics, trace
 from opentelemetry.trace import Status, StatusCode
 
 from lens_auto import state
-from lens_auto.semconv import INSTRUMENTATION_SCOPE, REDACTED
+from lens_auto.fallbacks import NO_DECORATOR
+from lens_auto.semconv import EXCEPTION_MESSAGE, EXCEPTION_STACKTRACE, INSTRUMENTATION_SCOPE, REDACTED
+from lens_auto.values import encodable, held
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection, Generator, Mapping
@@ -58,8 +61,8 @@ def safe_set_span_attributes(
 ) -> None:
     """Sets those attributes that a span can hold.
 
-    None, and whatever is neither a scalar (bool, int, float, str) nor a sequence of them, is left out. Strings under a
-    key of `redact_keys` become `[REDACTED]`, also inside a sequence.
+    None, and whatever is neither a scalar (bool, int of 64 bits, float, str, NumPy's scalars) nor a sequence of them,
+    is left out. Strings under a key of `redact_keys` become `[REDACTED]`, also inside a sequence.
     """
     if span.is_recording():
         span.set_attributes(_clean_attributes(attributes, redact_keys))
@@ -67,17 +70,27 @@ def safe_set_span_attributes(
 
 def _clean_attributes(attributes: Mapping[str, Any], redact_keys: Collection[str]) -> dict[str, Any]:
     cleaned: dict[str, Any] = {}
+    left_out: list[str] = []
     for key, value in attributes.items():
+        kept: Any
         if isinstance(value, (list, tuple)):
-            if all(isinstance(item, (bool, int, float, str)) for item in value):
-                cleaned[key] = [
-                    redact_value(key, item, redact_keys) if isinstance(item, str) else item for item in value
-                ]
-        elif isinstance(value, str):
-            cleaned[key] = redact_value(key, value, redact_keys)
-        elif isinstance(value, (bool, int, float)):
-            cleaned[key] = value
+            kept = [_clean_value(key, item, redact_keys) for item in value]
+            if None in kept:
+                kept = None
+        else:
+            kept = _clean_value(key, value, redact_keys)
+        if kept is not None:
+            cleaned[encodable(key)] = kept
+        elif value is not None:
+            left_out.append(f"{key} ({type(value).__name__})")
+    if left_out:
+        _logger.debug("lens-auto: attributes that cannot be held and are left out: %s", ", ".join(left_out))
     return cleaned
+
+
+def _clean_value(key: str, value: Any, redact_keys: Collection[str]) -> bool | int | float | str | None:
+    kept = held(value)
+    return encodable(redact_value(key, kept, redact_keys)) if isinstance(kept, str) else kept
 
 
 def managed_span(
@@ -121,7 +134,8 @@ def trace_fn(group: str, name: str, tracer: Tracer | None = None) -> Callable[[F
 
     Works on functions and methods, on coroutine functions (the span lasts until the coroutine ends) and on generators
     of both kinds (the span lasts from the first item to the end and is current only while the generator's own body
-    runs). The decorated function stays of the kind it was, as `inspect` sees it.
+    runs). The decorated function stays of the kind it was, as `inspect` sees it; a classmethod or staticmethod stays
+    one. What is no function (a property) is a TypeError.
 
     Args:
         group: The span group that decides.
@@ -130,6 +144,10 @@ def trace_fn(group: str, name: str, tracer: Tracer | None = None) -> Callable[[F
     """
 
     def decorate(function: F) -> F:
+        if isinstance(function, (classmethod, staticmethod)):
+            return cast("F", type(function)(decorate(function.__func__)))
+        if not callable(function):
+            raise TypeError(f"trace_fn decorates functions, got {function!r}; below @property it decorates the getter")
         for is_of_kind, wrap in _KINDS:
             if is_of_kind(function):
                 from lens_auto.traced import TracedFunction
@@ -151,6 +169,9 @@ class _NoSpan:
 
     def __exit__(self, *_: object) -> None:
         return None
+
+    def __call__(self, *_: object) -> None:
+        raise TypeError(NO_DECORATOR)
 
 
 _NO_SPAN = _NoSpan()
@@ -186,18 +207,22 @@ class _SpanScope:
         return self.span
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         if self.token is not None:
             otel_context.detach(self.token)
         self.end(error)
+
+    def __call__(self, *_: object) -> None:
+        raise TypeError(NO_DECORATOR)
 
     def start(self) -> None:
         """Starts the span without making it current; `context` stays None where that failed."""
         try:
             tracer = self.tracer if self.tracer is not None else get_tracer()
             # Given at start and not set later, so that a sampler sees them.
-            self.span = tracer.start_span(self.name, attributes=_clean_attributes(self.attributes, DEFAULT_REDACT_KEYS))
+            attributes = _clean_attributes(self.attributes, DEFAULT_REDACT_KEYS)
+            self.span = tracer.start_span(encodable(self.name), attributes=attributes)
             self.context = trace.set_span_in_context(self.span)
         except Exception:
             _log_failure_once(self.name)
@@ -209,14 +234,24 @@ class _SpanScope:
         try:
             if isinstance(error, Exception) and self.span.is_recording():
                 if self.record_exception:
-                    self.span.record_exception(error)
-                self.span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+                    self.span.record_exception(error, _encodable_exception(error))
+                self.span.set_status(Status(StatusCode.ERROR, encodable(f"{type(error).__name__}: {error}")))
         except Exception:
             _log_failure_once(self.name)
         try:
             self.span.end()
         except Exception:
             _log_failure_once(self.name)
+
+
+def _encodable_exception(error: Exception) -> dict[str, str] | None:
+    """What the event of an exception says instead, where its message cannot be sent as it is."""
+    message = str(error)
+    sent = encodable(message)
+    if sent == message:
+        return None
+    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    return {EXCEPTION_MESSAGE: sent, EXCEPTION_STACKTRACE: encodable("".join(lines))}
 
 
 class _Stretch:

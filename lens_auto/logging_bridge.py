@@ -15,6 +15,7 @@ from lens_auto.semconv import (
     EXCEPTION_STACKTRACE,
     EXCEPTION_TYPE,
 )
+from lens_auto.values import encodable, held
 
 # What every LogRecord has; anything else on one came from `extra=`.
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
@@ -64,7 +65,7 @@ class OTelLogHandler(logging.Handler):
         if record.name == "opentelemetry" or record.name.startswith("opentelemetry."):
             return  # an exporter that reports its own failure would feed itself
         try:
-            self._provider.get_logger(record.name).emit(_translate(record))
+            self._provider.get_logger(encodable(record.name)).emit(_translate(record))
         except Exception:
             self.handleError(record)
 
@@ -84,23 +85,38 @@ def _translate(record: logging.LogRecord) -> Any:
         severity_text="WARN" if record.levelname == "WARNING" else record.levelname,
         # DEBUG, INFO, WARNING, ERROR, CRITICAL are 10 to 50; OpenTelemetry's five begin at 5, 9, 13, 17, 21.
         severity_number=SeverityNumber(4 * min(record.levelno // 10, 5) + 1 if record.levelno > 0 else 0),
-        body=record.getMessage(),
+        body=encodable(_message(record)),
         attributes=_attributes(record),
     )
 
 
+def _message(record: logging.LogRecord) -> str:
+    """The message; as it was written where its arguments do not fit: `logging` itself tells the program of that."""
+    try:
+        return record.getMessage()
+    except Exception:
+        return _text(record.msg)
+
+
+def _text(value: object) -> str:
+    try:
+        return str(value)
+    except Exception as error:
+        return f"<{type(value).__name__} whose text fails with {type(error).__name__}>"
+
+
 def _attributes(record: logging.LogRecord) -> dict[str, Any]:
     attributes: dict[str, Any] = {
-        key: value
+        encodable(key): kept
         for key, value in vars(record).items()
-        if key not in _STANDARD_FIELDS and isinstance(value, (bool, int, float, str))
+        if key not in _STANDARD_FIELDS and (kept := held(value)) is not None
     }
-    attributes[CODE_FILE_PATH] = record.pathname
+    attributes[CODE_FILE_PATH] = encodable(record.pathname)
     attributes[CODE_FUNCTION_NAME] = record.funcName
     attributes[CODE_LINE_NUMBER] = record.lineno
     if record.exc_info and record.exc_info[0] is not None:
         kind, error, trace = record.exc_info
         attributes[EXCEPTION_TYPE] = kind.__name__
-        attributes[EXCEPTION_MESSAGE] = str(error)
-        attributes[EXCEPTION_STACKTRACE] = "".join(traceback.format_exception(kind, error, trace))
+        attributes[EXCEPTION_MESSAGE] = encodable(_text(error))
+        attributes[EXCEPTION_STACKTRACE] = encodable("".join(traceback.format_exception(kind, error, trace)))
     return attributes

@@ -24,9 +24,10 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider, sampling
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter, SpanExportResult
 
-from lens_auto import sdk_exporters
+from lens_auto import destinations, sdk_exporters
 from lens_auto.destinations import CONSOLE, FILE, LOGS, METRICS, OTLP, TRACES
 from lens_auto.semconv import NEMO_SPAN_TRUNCATED
+from lens_auto.values import encodable, held
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -105,6 +106,11 @@ class Pipeline:
         self._ends: list[_Call] = []
         os.register_at_fork(after_in_child=self._after_fork)
 
+    @property
+    def is_some(self) -> bool:
+        """Whether any signal has a provider."""
+        return any((self.tracer_provider, self.meter_provider, self.logger_provider))
+
     def _after_fork(self) -> None:
         for end in self._ends:
             end.after_fork()
@@ -117,38 +123,40 @@ class Pipeline:
             id_generator=id_generator(),
             shutdown_on_exit=False,
         )
-        provider.add_span_processor(
-            OpenSpans()
-        )  # first: at shutdown it ends what is open while the others still take it
-        for processor in plan.processors:
-            provider.add_span_processor(processor)
         if plan.span_exporter is not None:
-            provider.add_span_processor(BatchSpanProcessor(plan.span_exporter))
+            made = [BatchSpanProcessor(plan.span_exporter)]
         else:
-            for name in plan.traces:
-                self._add_span_exporter(provider, name, plan)
+            made = _usable(TRACES, plan.traces, lambda name: self._span_processor(name, plan))
+        if not made:
+            return
+        # OpenSpans first: at shutdown it ends what is open while the others still take it.
+        for processor in (OpenSpans(), *plan.processors, *made):
+            provider.add_span_processor(processor)
         self.tracer_provider = provider
         self._end(TRACES, provider.shutdown, plan.span_exporter is not None or _is_remote(plan.traces))
 
-    def _add_span_exporter(self, provider: TracerProvider, name: str, plan: Plan) -> None:
+    def _span_processor(self, name: str, plan: Plan) -> SpanProcessor:
         # What goes to the console or a file goes at once: nothing of it is lost with the process.
         if name == CONSOLE:
-            provider.add_span_processor(SimpleSpanProcessor(sdk_exporters.ConsoleSpanExporter()))
-        elif name == FILE:
-            provider.add_span_processor(SimpleSpanProcessor(sdk_exporters.FileSpanExporter(plan.file(TRACES))))
-        else:
-            exporter = cast("SpanExporter", make_exporter(TRACES, name))
-            if plan.keep_unsent:
-                exporter = keeper = _KeepsUnsent(exporter, plan.file("unsent"))
-                self._keepers.append(keeper)
-            provider.add_span_processor(BatchSpanProcessor(exporter))
+            return SimpleSpanProcessor(sdk_exporters.ConsoleSpanExporter())
+        if name == FILE:
+            return SimpleSpanProcessor(sdk_exporters.FileSpanExporter(plan.file(TRACES)))
+        exporter = cast("SpanExporter", make_exporter(TRACES, name))
+        if not plan.keep_unsent:
+            return BatchSpanProcessor(exporter)
+        keeper = _KeepsUnsent(exporter, plan.file("unsent"))
+        processor = BatchSpanProcessor(keeper)
+        self._keepers.append(keeper)
+        return processor
 
     def add_metrics(self, plan: Plan) -> None:
         """Build the meter provider of a plan."""
         if plan.metric_reader is not None:
             readers = [plan.metric_reader]
         else:
-            readers = [metric_reader(name, plan) for name in plan.metrics]
+            readers = _usable(METRICS, plan.metrics, lambda name: metric_reader(name, plan))
+        if not readers:
+            return
         provider = MeterProvider(readers, Resource.create(dict(plan.resource)), shutdown_on_exit=False)
         self.meter_provider = provider
         self._end(METRICS, provider.shutdown, plan.metric_reader is not None or _is_remote(plan.metrics))
@@ -158,17 +166,19 @@ class Pipeline:
         from opentelemetry.sdk._logs import LoggerProvider
         from opentelemetry.sdk._logs.export import BatchLogRecordProcessor, SimpleLogRecordProcessor
 
-        provider = LoggerProvider(resource=Resource.create(dict(plan.resource)), shutdown_on_exit=False)
-        for processor in plan.log_processors:
-            provider.add_log_record_processor(processor)
-        for name in plan.logs:
+        def make(name: str) -> Any:
             if name == CONSOLE:
-                provider.add_log_record_processor(SimpleLogRecordProcessor(sdk_exporters.ConsoleLogExporter()))
-            elif name == FILE:
-                exporter = sdk_exporters.FileLogExporter(plan.file(LOGS))
-                provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
-            else:
-                provider.add_log_record_processor(BatchLogRecordProcessor(make_exporter(LOGS, name)))
+                return SimpleLogRecordProcessor(sdk_exporters.ConsoleLogExporter())
+            if name == FILE:
+                return SimpleLogRecordProcessor(sdk_exporters.FileLogExporter(plan.file(LOGS)))
+            return BatchLogRecordProcessor(make_exporter(LOGS, name))
+
+        provider = LoggerProvider(resource=Resource.create(dict(plan.resource)), shutdown_on_exit=False)
+        made = _usable(LOGS, plan.logs, make)
+        if not made:
+            return
+        for processor in (*plan.log_processors, *made):
+            provider.add_log_record_processor(processor)
         self.logger_provider = provider
         self._end(LOGS, provider.shutdown, _is_remote(plan.logs))
 
@@ -189,22 +199,23 @@ class Pipeline:
         ended = [call.wait(deadline) for call in calls]
         return all(ended) and not any(call.result is False for call in calls)
 
-    def shutdown(self, timeout_ms: float) -> list[str]:
-        """End all signals at the same time: open spans are closed and marked, what is waiting is exported.
+    def shutdown(self, timeout_ms: float, but: str = "") -> list[str]:
+        """End all signals (but one) at the same time: open spans are closed and marked, what is waiting is exported.
 
         Returns:
             The signals that had not ended when the time was up; the process need not wait for them.
         """
         began = time.monotonic()
         deadline = began + timeout_ms / 1000
-        for end in self._ends:
+        ends = [end for end in self._ends if end.name != but]
+        for end in ends:
             end.go()
         if self._keepers:
             soft = began + timeout_ms / 1000 * (1 - _KEPT_SHARE)
-            late = [end.name for end in self._ends if not end.wait(soft)]
+            late = [end.name for end in ends if not end.wait(soft)]
             for keeper in self._keepers if late else ():
                 keeper.give_up()
-        late = [end.name for end in self._ends if not end.wait(deadline)]
+        late = [end.name for end in ends if not end.wait(deadline)]
         for keeper in self._keepers if late else ():
             keeper.keep()
         return late
@@ -225,19 +236,34 @@ class Pipeline:
 
 
 def build(plan: Plan) -> Pipeline:
-    """Build every provider that a plan asks for.
-
-    Raises:
-        UnknownExporter: the plan names an exporter that is not there.
-    """
+    """Build every provider that a plan asks for. A signal that cannot be built is left out, with one line."""
     pipeline = Pipeline()
-    if plan.traces or plan.span_exporter is not None:
-        pipeline.add_traces(plan)
-    if plan.metrics or plan.metric_reader is not None:
-        pipeline.add_metrics(plan)
-    if plan.logs:
-        pipeline.add_logs(plan)
+    for signal, wanted, add in (
+        (TRACES, plan.traces or plan.span_exporter is not None, pipeline.add_traces),
+        (METRICS, plan.metrics or plan.metric_reader is not None, pipeline.add_metrics),
+        (LOGS, plan.logs, pipeline.add_logs),
+    ):
+        if wanted:
+            try:
+                add(plan)
+            except Exception as error:
+                logger.warning(
+                    "lens-auto: no %s of OpenTelemetry's own: %s", signal, destinations.reason(signal, error)
+                )
     return pipeline
+
+
+def _usable(signal: str, names: Sequence[str], make: Callable[[str], Any]) -> list[Any]:
+    """What is made for each exporter's name; one that fails costs one line, and the others go on."""
+    made = []
+    for name in names:
+        try:
+            made.append(make(name))
+        except Exception as error:
+            logger.warning(
+                "lens-auto: no %s go to the exporter %r: %s", signal, name, destinations.reason(signal, error)
+            )
+    return made
 
 
 # --- exporters, sampler, ids ------------------------------------------------------------------------------------------
@@ -287,8 +313,11 @@ def sampler_from_environment(environ: Mapping[str, str] = os.environ) -> Sampler
     if name and name.lower() not in sampling._KNOWN_SAMPLERS:
         for point in entry_points(group="opentelemetry_traces_sampler"):
             if point.name == name:
-                sampler: Sampler = point.load()(environ.get("OTEL_TRACES_SAMPLER_ARG"))
-                return sampler
+                try:
+                    return cast("Sampler", point.load()(environ.get("OTEL_TRACES_SAMPLER_ARG")))
+                except Exception as error:
+                    logger.warning("lens-auto: OTEL_TRACES_SAMPLER=%r fails (%s); all spans are kept", name, error)
+                    return sampling.DEFAULT_ON
     return sampling._get_from_env_or_default()
 
 
@@ -298,8 +327,13 @@ def id_generator(environ: Mapping[str, str] = os.environ) -> IdGenerator:
     if name and name != "random":
         for point in entry_points(group="opentelemetry_id_generator"):
             if point.name == name:
-                return cast("IdGenerator", point.load()())
-        logger.warning("lens-auto: OTEL_PYTHON_ID_GENERATOR=%r is not installed; our own is used", name)
+                try:
+                    return cast("IdGenerator", point.load()())
+                except Exception as error:
+                    logger.warning("lens-auto: OTEL_PYTHON_ID_GENERATOR=%r fails (%s); ours is used", name, error)
+                break
+        else:
+            logger.warning("lens-auto: OTEL_PYTHON_ID_GENERATOR=%r is not installed; our own is used", name)
     from lens_auto.recorder.ids import LensIdGenerator
 
     return cast("IdGenerator", LensIdGenerator())
@@ -327,6 +361,8 @@ class OpenSpans(SpanProcessor):
                 pass
         if span.context is not None:
             self._open[span.context.span_id] = span
+        if not span.name.isascii():  # one that cannot be encoded would cost its whole batch
+            span.update_name(encodable(span.name))
 
     def on_end(self, span: ReadableSpan) -> None:
         """Forget an ended span; it is a copy of the one that started, so the id is what they share."""
@@ -453,8 +489,9 @@ def clean_attributes(attributes: Mapping[str, Any] | None, what: str) -> dict[st
     kept: dict[str, Any] = {}
     left_out: list[str] = []
     for key, value in (attributes or {}).items():
-        if key and _holds(value):
-            kept[key] = list(value) if isinstance(value, (tuple, set, frozenset)) else value
+        found = _held(value) if key else None
+        if found is not None:
+            kept[encodable(key)] = found
         elif value is not None:
             left_out.append(f"{key} ({type(value).__name__})")
     if left_out:
@@ -462,15 +499,11 @@ def clean_attributes(attributes: Mapping[str, Any] | None, what: str) -> dict[st
     return kept
 
 
-def _holds(value: Any) -> bool:
-    scalars = (bool, str, int, float)
-    if isinstance(value, scalars):
-        return True
-    return (
-        isinstance(value, Collection)
-        and not isinstance(value, (Mapping, bytes))
-        and (len({type(item) for item in value}) <= 1 and all(isinstance(item, scalars) for item in value))
-    )
+def _held(value: Any) -> Any:
+    if isinstance(value, Collection) and not isinstance(value, (str, Mapping, bytes)):
+        items = [held(item) for item in value]
+        return items if len({type(item) for item in items}) <= 1 and None not in items else None
+    return held(value)
 
 
 def set_global(pipeline: Pipeline, replace: bool = False) -> None:

@@ -281,7 +281,8 @@ def _provider(signal: str) -> Any | None:
                 _built[signal] = _build(signal)
             except Exception as error:  # never in the program's way
                 _built[signal] = None
-                logger.warning("lens-auto: no %s of OpenTelemetry's own: %s: %s", signal, type(error).__name__, error)
+                why = places.reason(signal, error)
+                logger.warning("lens-auto: no %s of OpenTelemetry's own: %s", signal, why)
         return _built[signal]
 
 
@@ -295,9 +296,7 @@ def _build(signal: str) -> Any | None:
     if _pipeline is None:
         _pipeline = pipelines.Pipeline()
         atexit.register(_close)
-        import wrapt
-
-        wrapt.register_post_import_hook(_guarded(_close_with_multiprocessing), "multiprocessing.util")
+        end_in_children(_pipeline, _close)
     plan = _plan(signal, names)
     provider: Any
     if signal == "traces":
@@ -388,14 +387,19 @@ def _close() -> None:
         )
 
 
-def _close_with_multiprocessing(module: ModuleType) -> None:
-    """Its children end in os._exit, after finalizers of its own, which it forgets in a forked child."""
+def end_in_children(pipeline: Pipeline, end: Callable[[], Any]) -> None:
+    """Call `end` in children of multiprocessing too: they end in os._exit, which skips `atexit`."""
 
-    def register(_: Any = None) -> None:
-        module.Finalize(None, _close, exitpriority=-90)
+    def follow(module: ModuleType) -> None:
+        def register(_: Any = None) -> None:
+            module.Finalize(None, end, exitpriority=-90)
 
-    register()
-    module.register_after_fork(_pipeline, register)
+        register()
+        module.register_after_fork(pipeline, register)  # a forked child forgets the finalizers
+
+    import wrapt
+
+    wrapt.register_post_import_hook(_guarded(follow), "multiprocessing.util")
 
 
 def _after_fork() -> None:

@@ -22,6 +22,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import StatusCode, format_span_id, format_trace_id
 
 from lens_auto.export.console import iso_time
+from lens_auto.values import held
 
 if TYPE_CHECKING:
     from opentelemetry.sdk._logs import ReadableLogRecord
@@ -407,15 +408,24 @@ def _link(link: Link) -> dict[str, Any]:
 
 
 def _attributes(attributes: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    return [{"key": key, "value": _value(value)} for key, value in (attributes or {}).items()]
+    found = []
+    for key, value in (attributes or {}).items():
+        try:
+            found.append({"key": key, "value": _value(value)})
+        except OverflowError:  # as the SDK's encoder has it: the attribute alone is lost
+            logger.debug("lens-auto: the attribute %r is left out: %r is no integer of 64 bits", key, value)
+    return found
 
 
 def _value(value: Any) -> dict[str, Any]:
+    """OTLP's AnyValue. Raises OverflowError for an integer that has more than 64 bits."""
     if isinstance(value, str):
         return {"stringValue": value}
     if isinstance(value, bool):
         return {"boolValue": value}
     if isinstance(value, int):
+        if held(value) is None:
+            raise OverflowError
         return {"intValue": str(value)}
     if isinstance(value, float):
         if math.isfinite(value):

@@ -40,6 +40,13 @@ ENDPOINTS = (
     "OTEL_EXPORTER_OTLP_LOGS_ENDPOINT",
 )
 
+SWITCHES = (
+    "NEMO_LENS_TRACES_ENABLED",
+    "NEMO_LENS_METRICS_ENABLED",
+    "NEMO_LENS_LOGS_ENABLED",
+    "NEMO_LENS_SAMPLER_ENABLED",
+)
+
 # Every variable of ours, also those that are read elsewhere; what else begins like them is most likely a slip.
 PREFIX = "NEMO_LENS_"
 _KEYS = (
@@ -253,6 +260,8 @@ class Settings:
         settings._read_window(env)
         settings._read_device_times(env)
         settings._read_destination(env)
+        for variable in SWITCHES:  # read elsewhere, where nobody would say that they are wrong
+            env.boolean(variable, "it is ignored")
         settings.problems += _unknown_variables(environ)
         return settings
 

@@ -145,3 +145,8 @@ def test_bad_values_name_the_variable(monkeypatch: pytest.MonkeyPatch, variable:
     with pytest.raises(ValueError) as raised:
         NemoLensConfig.from_env()
     assert str(raised.value) == message
+
+
+def test_a_sample_rate_that_is_no_number_is_named() -> None:
+    with pytest.raises(TypeError, match=r"^export_sample_rate must be a number in \[0, 1\], got '0.5'$"):
+        NemoLensConfig(export_sample_rate="0.5")  # type: ignore[arg-type]

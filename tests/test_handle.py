@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -258,18 +259,25 @@ def test_what_cannot_be_held_is_left_out_with_one_debug_line(caplog: pytest.LogC
         made = set_up(
             exporter,
             service_name="svc",
-            resource_attributes={"good": 1.5, "object": object(), "nothing": None, "mixed": [1, "a"], "map": {"a": 1}},
+            resource_attributes={
+                "good": 1.5,
+                "object": object(),
+                "nothing": None,
+                "mixed": [1, "a"],
+                "map": {"a": 1},
+                "big": 1 << 63,
+            },
         )
     found = resource_of(exporter, made)
     assert found["good"] == 1.5
     assert found["service.name"] == "svc"
-    assert not {"object", "nothing", "mixed", "map"} & set(found)
+    assert not {"object", "nothing", "mixed", "map", "big"} & set(found)
     lines = [record for record in caplog.records if "left out" in record.getMessage()]
     assert [(line.levelno, line.getMessage()) for line in lines] == [
         (
             logging.DEBUG,
             "lens-auto: resource attributes that cannot be held and are left out: object (object), mixed (list),"
-            " map (dict)",
+            " map (dict), big (int)",
         )
     ]
 
@@ -308,6 +316,27 @@ def test_open_spans_are_closed_and_marked() -> None:
     outer.end()  # the program's own end comes late and changes nothing
     made.shutdown()
     assert len(exporter.get_finished_spans()) == 3
+
+
+def test_a_timeout_that_is_no_number_is_refused_and_ends_nothing() -> None:
+    exporter = InMemorySpanExporter()
+    made = set_up(exporter)
+    with pytest.raises(TypeError, match="timeout_ms must be a number of milliseconds, got None"):
+        made.shutdown(None)  # type: ignore[arg-type]
+    made.tracer.start_span("after").end()
+    made.shutdown(1000)
+    assert names(exporter) == ["after"]
+
+
+def test_a_name_that_cannot_be_encoded_costs_no_other_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Receiver("http") as receiver:
+        for name, value in receiver.environment().items():
+            monkeypatch.setenv(name, value)
+        made = setup_telemetry(NemoLensConfig(enabled=True, metrics_enabled=False))
+        for name in ("good", "\ud800", "good too"):
+            made.tracer.start_span(name).end()
+        made.shutdown()
+        assert sorted(span["name"] for span in receiver.spans()) == ["?", "good", "good too"]
 
 
 class _Stuck(SpanExporter):
@@ -373,6 +402,78 @@ def test_otel_variables_name_the_exporter(monkeypatch: pytest.MonkeyPatch, capsy
     made.shutdown()
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["name"] == "s"
+
+
+def test_otel_variables_are_stronger_than_the_named_exporter(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
+    made = setup_telemetry(NemoLensConfig(enabled=True, exporter="console"))
+    made.tracer.start_span("s").end()
+    with managed_span("job", "j") as span:
+        assert span is None
+    made.shutdown()
+    assert made.is_exporting is False
+    assert capsys.readouterr().out == ""
+
+
+def test_a_disabled_call_leaves_what_runs_alone() -> None:
+    exporter = InMemorySpanExporter()
+    made = set_up(exporter)
+    setup_telemetry(NemoLensConfig(enabled=False)).shutdown()
+    with managed_span("job", "after"):
+        pass
+    made.shutdown()
+    assert names(exporter) == ["after"]
+
+
+# --- a bad environment ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "told", "goes_on"),
+    [
+        ({"OTEL_TRACES_EXPORTER": "bogus"}, ["'bogus'", "is not installed"], "metrics"),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "xx"}, ["PROTOCOL='xx'"], "metrics"),
+        (
+            {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_BSP_SCHEDULE_DELAY": "-1"},
+            ["BSP_SCHEDULE_DELAY='-1'"],
+            "metrics",
+        ),
+        ({"OTEL_METRIC_EXPORT_INTERVAL": "0"}, ["OTEL_METRIC_EXPORT_INTERVAL='0'"], "spans"),
+        ({"OTEL_METRICS_EXPORTER": "prometheus", "OTEL_EXPORTER_PROMETHEUS_PORT": "abc"}, ["_PORT='abc'"], "spans"),
+        (
+            {"OTEL_METRICS_EXPORTER": "prometheus", "OTEL_EXPORTER_PROMETHEUS_PORT": "busy"},
+            ["in use", "_PORT="],
+            "spans",
+        ),
+    ],
+)
+def test_a_bad_environment_costs_one_line_and_one_signal(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    environment: dict[str, str],
+    told: list[str],
+    goes_on: str,
+) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, str(taken.getsockname()[1]) if value == "busy" else value)
+        if "prometheus" in environment.values():
+            monkeypatch.setenv("OTEL_EXPORTER_PROMETHEUS_HOST", "0.0.0.0")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=s3cret")
+        made = setup_telemetry(NemoLensConfig(enabled=True, exporter="console"))
+        made.tracer.start_span("s").end()
+        made.meter.create_counter("c").add(1)
+        made.shutdown()
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "lens_auto"]
+    assert all(part in line for part in told), line
+    assert "s3cret" not in line
+    assert made.is_exporting is True
+    out = [json.loads(each) for each in capsys.readouterr().out.splitlines()]
+    assert ["metrics" if "resource_metrics" in each else "spans" for each in out] == [goes_on]
 
 
 # --- console and file -------------------------------------------------------------------------------------------------
@@ -449,6 +550,15 @@ def test_file_is_otlp_json_in_the_run_directory(tmp_path: Path) -> None:
     assert (record["traceId"], record["spanId"]) == (own.trace_id.hex(), own.span_id.hex())
     (metric,) = [json.loads(line) for line in read_lines(folder, "services/*.metrics.jsonl")]
     assert metric["resourceMetrics"][0]["scopeMetrics"][0]["metrics"][0]["name"] == "c"
+
+
+def test_an_integer_beyond_64_bits_costs_its_attribute_alone_in_a_file(tmp_path: Path) -> None:
+    made = setup_telemetry(NemoLensConfig(enabled=True, exporter="file", run_id="r1", metrics_enabled=False))
+    made.tracer.start_span("s", attributes={"seed": 1 << 63, "seeds": [1, 1 << 70], "kept": -(1 << 63)}).end()
+    made.shutdown()
+    (line,) = read_lines(tmp_path / "lens-runs" / "r1", "services/*.jsonl")
+    (span,) = parse(line).resource_spans[0].scope_spans[0].spans
+    assert [(each.key, each.value.int_value) for each in span.attributes] == [("kept", -(1 << 63))]
 
 
 def test_every_kind_of_span_is_encoded_as_the_sdk_encodes_it() -> None:
@@ -622,3 +732,115 @@ def test_nothing_of_the_sdk_is_imported_before_it_is_needed() -> None:
         " print('opentelemetry.sdk' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip() == "False"
+
+
+FORKS = """
+import multiprocessing
+import os
+from lens_auto import NemoLensConfig, managed_span, setup_telemetry
+handle = setup_telemetry(NemoLensConfig(enabled=True, run_id="r"))
+handle.meter.create_counter("c").add(1)
+def child(name):
+    with managed_span("job", name):
+        pass
+context = multiprocessing.get_context("fork")
+process = context.Process(target=child, args=("process",))
+process.start()
+process.join()
+pool = context.Pool(1)
+pool.map(child, ["pool"])
+pool.close()
+pool.join()
+child("parent")
+"""
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_forked_children_send_their_own_spans_under_their_own_name(launch: Launcher, protocol: Any) -> None:
+    with Receiver(protocol) as receiver:
+        run = launch.run(*PYTHON, launch.program(FORKS), env=receiver.environment())
+        assert (run.code, run.lines) == (0, [])
+        assert receiver.counts()["metrics"] == 1  # the parent's; a child's would be the same numbers again
+        found = {span["name"]: span["resource"] for span in receiver.spans()}
+    assert set(found) == {"process", "pool", "parent"}
+    assert len({each["process.pid"] for each in found.values()}) == 3
+    host = os.uname().nodename
+    for name in ("process", "pool"):
+        assert found[name]["service.instance.id"] == f"r-{host}-{found[name]['process.pid']}"
+    assert found["parent"]["service.instance.id"] == "r-rank0"
+
+
+def test_the_run_id_of_a_run_that_has_one_is_told(launch: Launcher) -> None:
+    program = """
+    from lens_auto import NemoLensConfig, setup_telemetry
+    setup_telemetry(NemoLensConfig(enabled=True, run_id="mine"))
+    """
+    run = launch.instrumented(program, env={"NEMO_LENS_RUN_ID": "theirs"})
+    assert run.lines == [
+        "lens-auto: run_id='mine' of setup_telemetry is not used, this run is 'theirs' already;"
+        " set NEMO_LENS_RUN_ID=mine before the start"
+    ]
+    assert launch.instrumented(program, env={"NEMO_LENS_RUN_ID": "mine"}).lines == []
+
+
+@pytest.mark.parametrize("by_variable", [True, False])
+def test_an_adopted_rank_whose_console_stays_empty_does_not_export(launch: Launcher, by_variable: bool) -> None:
+    program = f"""
+    from lens_auto import NemoLensConfig, managed_span, setup_telemetry
+    config = NemoLensConfig(enabled=True, exporter="{"otlp" if by_variable else "console"}")
+    handle = setup_telemetry(config, rank=1, world_size=4)
+    with managed_span("job", "s") as span:
+        print(handle.is_exporting, span)
+    """
+    run = launch.instrumented(program, env={"NEMO_LENS_EXPORTER": "console" if by_variable else None})
+    assert (run.stdout, run.run_dirs) == ("False None\n", [])
+
+
+@pytest.mark.parametrize("instrumented", [True, False])
+def test_an_sdk_that_cannot_be_imported_costs_one_line(launch: Launcher, instrumented: bool) -> None:
+    program = """
+    from lens_auto import NemoLensConfig, managed_span, setup_telemetry
+    config = NemoLensConfig(enabled=True, sampler_enabled=True)
+    handle = setup_telemetry(config, resource_attributes={"team": "blue"})
+    with managed_span("job", "s"):
+        handle.meter.create_counter("c").add(1)
+    handle.shutdown()
+    print("trained")
+    """
+    command = (*INSTRUMENT, *PYTHON) if instrumented else PYTHON
+    run = launch.run(*command, launch.program(program), env={"OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "-3"})
+    assert (run.code, run.stdout) == (0, "trained\n"), run.stderr
+    (line,) = run.lines
+    assert line.startswith("lens-auto: ") or instrumented, line
+    assert "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT must be a non-negative integer but got -3" in line
+
+
+def test_what_an_adopted_shutdown_leaves_is_not_called_lost(launch: Launcher) -> None:
+    program = """
+    from lens_auto import NemoLensConfig, managed_span, setup_telemetry
+    handle = setup_telemetry(NemoLensConfig(enabled=True))
+    with managed_span("job", "s"):
+        pass
+    handle.shutdown(300)
+    """
+    with Receiver("grpc", down=True) as receiver:
+        environment = {
+            **receiver.environment(),
+            "NEMO_LENS_EXIT_TIMEOUT_S": "1",
+            "NEMO_LENS_RUN_ID": "r",
+            "OTEL_METRICS_EXPORTER": "none",
+        }
+        run = launch.instrumented(program, env=environment)
+    (line,) = [line for line in run.lines if "not all sent within 300 ms" in line]
+    assert "lost" not in line
+    assert "kept in lens-runs/r (*unsent.jsonl), from where lens-auto recover sends them" in line
+    assert list((run.run_dir / "services").glob("*.unsent.jsonl"))
+
+
+@pytest.mark.parametrize("variable", ["NEMO_LENS_DISABLED", "OTEL_SDK_DISABLED"])
+def test_switched_off_nothing_is_said_about_the_run_id(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "true")
+    setup_telemetry(NemoLensConfig(enabled=True), rank=0, world_size=2)
+    assert caplog.records == []

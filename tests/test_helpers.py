@@ -7,6 +7,8 @@ import copy
 import gc
 import inspect
 import json
+import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import threading
 from collections.abc import AsyncGenerator, Generator, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from opentelemetry import baggage, trace
 from opentelemetry import context as otel_context
@@ -305,6 +308,66 @@ def test_safe_set_span_attributes(recorded: Recorded) -> None:
         "token": 12,
     }
     assert attributes["bool"] is True
+
+
+def test_what_opentelemetry_cannot_hold_is_left_out_with_one_debug_line(
+    recorded: Recorded, caplog: pytest.LogCaptureFixture
+) -> None:
+    attributes: dict[str, Any] = {
+        "most": 2**63 - 1,
+        "least": -(2**63),
+        "seed": 2**63,
+        "seeds": [1, 2**70],
+        "none": None,
+        "object": object(),
+        "file": "caf\udce9",
+        "names": ["\ud800", "b"],
+    }
+    with (
+        caplog.at_level(logging.DEBUG, logger="lens_auto.helpers"),
+        managed_span("step", "\ud800 s", recorded.tracer, **attributes),
+    ):
+        pass
+    span = recorded.only()
+    assert span.name == "? s"
+    assert dict(span.attributes or {}) == {
+        "most": 2**63 - 1,
+        "least": -(2**63),
+        "file": "caf?",
+        "names": ("?", "b"),
+    }
+    assert [record.getMessage() for record in caplog.records] == [
+        "lens-auto: attributes that cannot be held and are left out: seed (int), seeds (list), object (object)"
+    ]
+
+
+def test_an_exceptions_message_can_be_sent(recorded: Recorded) -> None:
+    with pytest.raises(FileNotFoundError), managed_span("step", "s", recorded.tracer):
+        os.stat(b"/nonexistent/caf\xe9")
+    with pytest.raises(ValueError), managed_span("step", "s", recorded.tracer):
+        raise ValueError("caf\udce9")
+    for span in recorded.spans:
+        (event,) = span.events
+        json.dumps([span.status.description, dict(event.attributes or {})], ensure_ascii=False).encode()
+    assert recorded.spans[1].status.description == "ValueError: caf?"
+    assert dict(recorded.spans[1].events[0].attributes or {})["exception.message"] == "caf?"
+
+
+def test_numpys_scalars_become_pythons_and_tensors_are_not_read(recorded: Recorded) -> None:
+    class Tensor:
+        def item(self) -> float:
+            raise AssertionError("read")
+
+        __float__ = __int__ = item
+
+    values: dict[str, Any] = {"i": np.int64(3), "f": np.float32(0.5), "b": np.bool_(True), "d": np.float64(2.0)}
+    with managed_span(
+        "step", "s", recorded.tracer, **values, all=[np.int8(1), 2], time=np.datetime64("now"), t=Tensor()
+    ):
+        pass
+    attributes = dict(recorded.only().attributes or {})
+    assert attributes == {"i": 3, "f": 0.5, "b": True, "d": 2.0, "all": (1, 2)}
+    assert [type(attributes[key]) for key in ("i", "f", "b", "d")] == [int, float, bool, float]
 
 
 def test_nothing_is_set_on_a_span_that_does_not_record() -> None:
@@ -904,3 +967,60 @@ print([name for name in sys.modules if name == "torch" or name.startswith("opent
 """
     command = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{script}"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+# --- misuse -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: managed_span("step", "s"),
+        lambda: managed_span("off", "s"),
+        lambda: span_cm("s"),
+        lambda: fallbacks.managed_span("step", "s"),
+        lambda: fallbacks.span_cm("s"),
+    ],
+)
+def test_a_context_manager_as_a_decorator_names_the_one_that_is(made: Any) -> None:
+    with pytest.raises(TypeError, match=r"the decorator is trace_fn: @trace_fn\(group, name\)"):
+        made()(lambda: None)
+
+
+def test_trace_fn_above_classmethod_and_staticmethod(recorded: Recorded) -> None:
+    class Model:
+        @trace_fn("step", "class", recorded.tracer)
+        @classmethod
+        def build(cls, size: int) -> tuple[type, int]:
+            return cls, size
+
+        @trace_fn("step", "static", recorded.tracer)
+        @staticmethod
+        def double(size: int) -> int:
+            return 2 * size
+
+        @trace_fn("step", "async", recorded.tracer)
+        @classmethod
+        async def load(cls) -> type:
+            return cls
+
+    class Larger(Model):
+        pass
+
+    assert Larger.build(3) == (Larger, 3)
+    assert Larger().double(3) == Model.double(3) == 6
+    assert asyncio.run(Larger.load()) is Larger
+    assert recorded.names == ["class", "static", "static", "async"]
+    set_enabled_span_groups(frozenset())
+    assert (Larger.build(3), Model.double(3), asyncio.run(Model().load())) == ((Larger, 3), 6, Model)
+    assert len(recorded.names) == 4
+
+
+def test_trace_fn_above_property_is_refused_where_it_is_written() -> None:
+    with pytest.raises(TypeError, match=r"^trace_fn decorates functions, got <property .*below @property"):
+
+        class _Model:
+            @trace_fn("step", "s")
+            @property
+            def size(self) -> int:
+                return 1

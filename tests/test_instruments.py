@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
@@ -208,3 +210,53 @@ def test_an_sdk_meter_goes_with_its_provider(recorded: Recorded) -> None:
     del recorded.meter, recorded.provider, recorded.reader
     gc.collect()
     assert gone() is None
+
+
+# --- values that are no numbers of Python's ---------------------------------------------------------------------------
+
+
+class Tensor:
+    """Of one element, as torch's and others': it has `float()`."""
+
+    def __init__(self, *values: float) -> None:
+        self.values = values
+
+    def __float__(self) -> float:
+        (value,) = self.values
+        return value
+
+
+@pytest.mark.parametrize(
+    ("record", "argument", "name"),
+    [
+        (rl.record_rl_metrics, "reward_mean", "rl.reward.mean"),
+        (rl.record_rl_metrics, "rollout_duration_ms", "rl.rollout.duration_ms"),
+        (gym.record_gym_metrics, "verify_success_rate", "gym.verify.success_rate"),
+        (gym.record_gym_metrics, "verify_duration_ms", "gym.verify.duration_ms"),
+        (inference.record_inference_metrics, "request_duration_s", "gen_ai.server.request.duration"),
+        (inference.record_inference_metrics, "input_tokens", "gen_ai.client.token.usage"),
+        (training.record_training_metrics, "iteration_duration_s", "dl.iteration.duration"),
+        (training.record_training_metrics, "iterations", "dl.iterations"),
+        (training.record_training_metrics, "tokens_per_second", "dl.throughput_tokens_per_sec"),
+    ],
+)
+def test_what_has_float_is_converted_and_anything_else_is_left_out(
+    recorded: Recorded, caplog: pytest.LogCaptureFixture, record: Any, argument: str, name: str
+) -> None:
+    values = (Tensor(1.5), np.int64(2), 4, Tensor(1.0, 2.0), "8", 1 << 2000, object())
+    with caplog.at_level(logging.DEBUG, logger="lens_auto"):
+        for value in values:
+            record(recorded.meter, **{argument: value})
+    ((value, _),) = points(recorded.collect()[name])
+    assert value == (
+        4 if name in ("rl.reward.mean", "gym.verify.success_rate", "dl.throughput_tokens_per_sec") else 7.5
+    )
+    lines = [each.getMessage() for each in caplog.records]
+    assert len(lines) == 4
+    assert all(line.startswith(f"lens-auto: the value of {name} is no number and is not recorded (") for line in lines)
+
+
+def test_attributes_of_training_can_be_exported(recorded: Recorded) -> None:
+    attributes: Any = {"kept": "x", "sizes": [1, 2], "object": object(), "big": 1 << 64, "name": "caf\udce9"}
+    training.record_training_metrics(recorded.meter, iterations=1, attributes=attributes)
+    assert points(recorded.collect()["dl.iterations"]) == [(1, {"kept": "x", "sizes": (1, 2), "name": "caf?"})]

@@ -219,9 +219,31 @@ def test_what_is_refused_or_damaged_stays(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(send.NotSent, match="took 6 spans, 2 "):
             send.recover(RunDirectory(run_dir), lambda count: None)
         assert path.read_bytes() == first + b'{"resourceSpans": [{\n'
-        assert send.recover(RunDirectory(run_dir), lambda count: None).spans == 2
+        assert send.recover(RunDirectory(run_dir), lambda count: None) == send.Sent(2, 0, 0, damaged=1)
         assert sorted(receiver.span_ids()) == ids(spans)
     assert path.read_bytes() == b'{"resourceSpans": [{\n'
+
+
+def test_an_integer_of_more_than_64_bits_costs_its_attribute_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In files that others wrote, or earlier versions of ours."""
+    run_dir = write_run(tmp_path / "run")
+    spans = make_spans("agent", 1)
+    path = put(run_dir, f"services/{GONE}.unsent.jsonl", spans)
+    message = json.loads(path.read_bytes())
+    (first, _) = message["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    first["attributes"] = [
+        {"key": "seed", "value": {"intValue": str(1 << 63)}},
+        {"key": "seeds", "value": {"arrayValue": {"values": [{"intValue": 1 << 70}]}}},
+        {"key": "kept", "value": {"intValue": "-9223372036854775808"}},
+    ]
+    path.write_text(json.dumps(message) + "\n")
+    with Receiver("http") as receiver, sending_to(receiver, monkeypatch):
+        assert send.recover(RunDirectory(run_dir), lambda count: None) == send.Sent(2, 0, 0)
+        assert sorted(receiver.span_ids()) == ids(spans)
+        assert [span["attributes"] for span in receiver.spans() if span["name"] == "agent 0"] == [{"kept": -(1 << 63)}]
+    assert not path.exists()
 
 
 def test_a_program_that_runs_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,11 +270,11 @@ def test_a_program_that_runs_is_left_alone(tmp_path: Path, monkeypatch: pytest.M
 def test_export_over_otlp_sends_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = write_run(tmp_path / "run", rank())
     spans = make_spans("agent", 3)
-    path = put(run_dir, f"services/{GONE}.jsonl", spans)
+    path = put(run_dir, f"services/{GONE}.jsonl", spans, extra=b'{"resourceSpans": [')
     before = path.read_bytes()
     with Receiver("grpc") as receiver, sending_to(receiver, monkeypatch):
-        sent = send.send_run(RunDirectory(run_dir), lambda count: None).spans
-        assert sent == receiver.span_count
+        done = send.send_run(RunDirectory(run_dir), lambda count: None)
+        assert (done.spans, done.damaged) == (receiver.span_count, 1)
         assert set(ids(spans)) <= set(receiver.span_ids())
         assert len(receiver.span_ids()) > len(spans)
     assert path.read_bytes() == before
@@ -266,6 +288,7 @@ def test_export_as_lines_holds_them_too(tmp_path: Path) -> None:
     command = [str(SCRIPTS / "lens-auto"), "export", str(run_dir), "--to", "otlp-json", "-o", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+    assert "lens-auto: 1 damaged line in the files of programs left out" in " ".join(done.stderr.split())
     lines = out.read_bytes().splitlines()
     assert lines[-2:] == path.read_bytes().splitlines()[:2]
     assert len(lines) > 2

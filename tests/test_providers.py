@@ -223,6 +223,50 @@ def test_logs_go_to_the_run_directory(launch: Launcher) -> None:
     assert bytes.fromhex(record["spanId"]) == spans["s"][0].span_id
 
 
+AWKWARD_LOGS = """
+import logging
+import os
+logging.warning("one")
+logging.warning("file %s", os.fsdecode(b"caf\\xe9.txt"), extra={"file": os.fsdecode(b"caf\\xe9"), "big": 1 << 64})
+logging.warning("needs %d", "x")
+class Untold:
+    def __str__(self):
+        raise RuntimeError("no text")
+logging.warning(Untold())
+logging.warning("last")
+"""
+
+
+@pytest.mark.parametrize("exporter", ["otlp", "file"])
+def test_a_log_record_that_cannot_be_sent_as_it_is(launch: Launcher, exporter: str) -> None:
+    """It is kept, and nothing is said about it beyond what the program says without us."""
+    plain = launch.run(*PYTHON, launch.program(AWKWARD_LOGS))
+    with Receiver("http") as receiver:
+        environment = {**receiver.environment(), "NEMO_LENS_LOGS_ENABLED": "1", "NEMO_LENS_QUIET": "1"}
+        if exporter == "file":
+            environment["OTEL_LOGS_EXPORTER"] = "lens_file"
+        run = check(launch.instrumented(AWKWARD_LOGS, env=environment))
+        count = receiver.counts()["logs"]
+    assert run.stderr.count("Traceback") == plain.stderr.count("Traceback")
+    if exporter == "otlp":
+        assert count == 5
+        return
+    (path,) = service_files(run)
+    records = [
+        json.loads(line)["resourceLogs"][0]["scopeLogs"][0]["logRecords"][0] for line in path.read_text().splitlines()
+    ]
+    assert [record["body"]["stringValue"] for record in records] == [
+        "one",
+        "file caf?.txt",
+        "needs %d",
+        "<Untold whose text fails with RuntimeError>",
+        "last",
+    ]
+    attributes = {each["key"]: each["value"] for each in records[1]["attributes"]}
+    assert attributes["file"] == {"stringValue": "caf?"}
+    assert "big" not in attributes
+
+
 def test_what_a_dead_endpoint_does_not_take_is_kept(launch: Launcher) -> None:
     program = """
     from opentelemetry import trace

@@ -412,6 +412,60 @@ def test_doctor() -> None:
     assert "metrics of ranks go to: nowhere" in healthy
 
 
+def problems_of(cwd: Path, **environment: str) -> tuple[list[str], dict[str, Any]]:
+    """What doctor finds wrong in an environment, and all that it says."""
+    found = json.loads(command("doctor", "--json", cwd=cwd, **environment).stdout)
+    return found["problems"], found
+
+
+def test_doctor_tells_what_a_job_would_trip_over(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        problems, found = problems_of(
+            tmp_path,
+            NEMO_LENS_EXPORT_STRATEGY="odd_ranks",
+            NEMO_LENS_LOGS_ENABLED="perhaps",
+            NEMO_LENS_RUN_DIR="/proc/x",
+            NEMO_LENS_SPOOL_DIR=str(tmp_path / "to be" / "made"),
+            OTEL_METRICS_EXPORTER="prometheus",
+            OTEL_EXPORTER_PROMETHEUS_HOST="127.0.0.1",
+            OTEL_EXPORTER_PROMETHEUS_PORT=port,
+            OTEL_METRIC_EXPORT_INTERVAL="0",
+            OTEL_TRACES_SAMPLER="bogus",
+            OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9",
+        )
+    for beginning in (
+        "NEMO_LENS_EXPORT_STRATEGY: unknown export strategy 'odd_ranks'; there are: ",
+        "NEMO_LENS_LOGS_ENABLED='perhaps' is not valid: ",
+        "the run directory '/proc/x' cannot be made ('/proc': ",
+        f"OTEL_EXPORTER_PROMETHEUS_PORT='{port}' cannot be used (",
+        "no metrics of OpenTelemetry's own: ValueError: interval value 0.0 is invalid",
+        "OTEL_TRACES_SAMPLER='bogus' is not known; there are: ",
+    ):
+        assert [problem.startswith(beginning) for problem in problems].count(True) == 1, (beginning, problems)
+    assert "OTEL_METRIC_EXPORT_INTERVAL='0'" in " ".join(problems)
+    assert len(problems) == 6
+    assert found["places"]["spool"] == [str(tmp_path / "to be" / "made")]
+    assert list(tmp_path.iterdir()) == []  # looking leaves nothing behind
+    assert found["notes"] == ["nobody listens on 127.0.0.1:9 now (Connection refused), where OTLP is sent to"]
+    shown = text_of(lambda out: render_doctor(found, out))
+    assert "Note: nobody listens on 127.0.0.1:9 now" in shown
+
+
+@pytest.mark.parametrize(
+    ("environment", "beginning", "within"),
+    [
+        ({"OTEL_PROPAGATORS": "tracecontext,b3"}, "OTEL_PROPAGATORS=", "opentelemetry-instrument itself cannot start"),
+        ({"OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "-3"}, "OpenTelemetry's SDK cannot be imported", "COUNT_LIMIT must be"),
+        ({"NEMO_LENS_EXPORT_SAMPLE_RATE": "7"}, "NEMO_LENS_EXPORT_SAMPLE_RATE='7'", "no records of ranks are exported"),
+    ],
+)
+def test_doctor_says_it_once(tmp_path: Path, environment: dict[str, str], beginning: str, within: str) -> None:
+    (problem,), _ = problems_of(tmp_path, **environment)
+    assert problem.startswith(beginning)
+    assert within in problem
+
+
 def text_of(draw: Callable[[Console], None]) -> str:
     """What is printed where there is no terminal."""
     out = console()

@@ -411,3 +411,10 @@ def test_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     installed.clear()
     assert http_services.advice(Settings(), {}) == []
+
+
+def test_the_example_knows_its_servers(tmp_path: Path) -> None:
+    command = [*PYTHON, str(EXAMPLE / "run.py"), "--plain", "bogus"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "invalid choice: 'bogus'" in done.stderr

@@ -170,6 +170,11 @@ BOOLEANS = "expected 1/0, true/false, yes/no or on/off"
             "NEMO_LENS_EXPORTER='jaeger' is not valid: expected otlp, console or file; the run directory is used",
         ),
         (
+            "NEMO_LENS_LOGS_ENABLED",
+            "perhaps",
+            "NEMO_LENS_LOGS_ENABLED='perhaps' is not valid: expected 1/0, true/false, yes/no or on/off; it is ignored",
+        ),
+        (
             "NEMO_LENS_SPAN_GROUPS",
             "step,stepp",
             "NEMO_LENS_SPAN_GROUPS='step,stepp' is not valid: unknown span group 'stepp'; valid presets: default, "

@@ -32,6 +32,7 @@ from lens_auto import managed_span
 HERE = Path(__file__).parent
 INSTRUMENT = str(Path(sys.executable).parent / "opentelemetry-instrument")
 START_TIMEOUT_S = 60.0
+SERVERS = ("model", "resources", "agent")
 
 
 def free_port() -> int:
@@ -80,7 +81,7 @@ def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
 @contextlib.contextmanager
 def servers(logs: Path, plain: list[str]) -> Iterator[str]:
     """The three servers; gives the agent's URL, and stops them at the end."""
-    ports = {name: free_port() for name in ("model", "resources", "agent")}
+    ports = {name: free_port() for name in SERVERS}
     urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
     arguments = {"agent": [urls["model"], urls["resources"]]}
     running = {name: start(name, arguments.get(name, []), port, logs, name in plain) for name, port in ports.items()}
@@ -113,7 +114,11 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=1)
     parser.add_argument("--logs", type=Path, default=Path("logs"))
     parser.add_argument(
-        "--plain", action="append", default=[], help="a server to start without opentelemetry-instrument"
+        "--plain",
+        action="append",
+        default=[],
+        choices=SERVERS,
+        help="a server to start without opentelemetry-instrument",
     )
     options = parser.parse_args()
     options.logs.mkdir(parents=True, exist_ok=True)

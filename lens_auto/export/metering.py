@@ -267,12 +267,17 @@ def _run_all(threads: Sequence[threading.Thread], timeout_s: float) -> None:
 
 def _make_reader(name: str, plan: pipelines.Plan) -> MetricReader:
     if name == PROMETHEUS:
-        _look_for_port()
+        look_for_port()
     return pipelines.metric_reader(name, plan)
 
 
-def _look_for_port() -> None:
-    """Prometheus's reader registers itself before it listens, so that a second try would be one reader too many."""
+def look_for_port() -> None:
+    """Prometheus's reader registers itself before it listens, so that a second try would be one reader too many.
+
+    Raises:
+        OSError: the port is taken.
+        ValueError: the variable holds no number.
+    """
     host, port = os.environ.get(_HOST_VARIABLE) or "localhost", os.environ.get(_PORT_VARIABLE) or "9464"
     found: list[Any] = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = found[0]

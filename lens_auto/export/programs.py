@@ -27,6 +27,7 @@ from lens_auto.report.services import (
     sent_position,
     spans_of,
 )
+from lens_auto.values import held
 
 PATIENCE_S = 15.0
 _PAUSE_S = 0.5
@@ -44,12 +45,14 @@ class Unsent(NamedTuple):
         left: spans that are still there.
         running: processes that may still write, whose files were left alone.
         reason: why some are left; empty where none are.
+        damaged: lines that could not be read.
     """
 
     sent: int
     left: int
     running: int
     reason: str
+    damaged: int = 0
 
 
 def send_unsent(run: RunDirectory, advance: Callable[[int], None]) -> Unsent:
@@ -79,27 +82,30 @@ def _send(files: Iterable[ProgramFile], advance: Callable[[int], None], running:
     name = next((each for each in exporter_names() if each in (OTLP, GRPC, HTTP)), OTLP)
     sender = make_sender(name, lambda: "")
     post: Callable[[bytes], Answer] | None = getattr(sender, "post", None)
-    sent = left = 0
+    sent = left = damaged = 0
     reason = "" if post is not None else "spans of programs are sent by our own OTLP senders, not through the SDK's"
     try:
         for file in files:
-            found = _File(file.path, remove)
+            found = _File(file.path, remove, file.may_grow)
             if post is not None and reason in ("", *_FOR_GOOD):
                 done, why = found.send(post, advance)
                 sent += done
                 reason = why or reason
             left += found.left()
+            damaged += found.damaged
     finally:
         sender.close()
-    return Unsent(sent, left, running, reason if left else "")
+    return Unsent(sent, left, running, reason if left else "", damaged)
 
 
 class _File:
     """One file, and how much of it was accepted."""
 
-    def __init__(self, path: Path, remove: bool) -> None:
+    def __init__(self, path: Path, remove: bool, may_grow: bool) -> None:
+        self.damaged = 0
         self._path = path
         self._remove = remove
+        self._may_grow = may_grow
         self._position_path = path.with_name(path.name + POSITION_SUFFIX)
         self._position, self._refused = sent_position(path) if remove else (0, [])
 
@@ -113,6 +119,7 @@ class _File:
             if body is None:
                 if message is None or spans:
                     self._refused.append(begin)  # damaged: kept, for who wants to look
+                    self.damaged += not self._may_grow  # else it is being written
                     reason = _DAMAGED
             else:
                 answer = _patiently(post, body)
@@ -165,24 +172,33 @@ def _patiently(post: Callable[[bytes], Answer], body: bytes) -> Answer:
 def to_request(message: dict[str, Any]) -> bytes | None:
     """A `TracesData` message of OTLP/JSON as the bytes of a request to export it; None where it is none.
 
-    They are one on the wire. The JSON differs from protobuf's own in its ids, which are hexadecimal.
+    They are one on the wire. The JSON differs from protobuf's own in its ids, which are hexadecimal. An attribute with
+    an integer of more than 64 bits is left out: it would cost all spans of the message.
     """
     from google.protobuf.json_format import ParseDict, ParseError  # type: ignore[import-untyped]
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     try:
-        request = ParseDict(_with_base64_ids(message), ExportTraceServiceRequest(), ignore_unknown_fields=True)
+        request = ParseDict(_for_protobuf(message), ExportTraceServiceRequest(), ignore_unknown_fields=True)
         return bytes(request.SerializeToString())
-    except (ParseError, ValueError):
+    except (ParseError, ValueError, TypeError):
         return None
 
 
-def _with_base64_ids(value: Any) -> Any:
+def _for_protobuf(value: Any) -> Any:
     if isinstance(value, dict):
         return {
             key: base64.b64encode(bytes.fromhex(item)).decode()
             if key in _IDS and isinstance(item, str)
-            else _with_base64_ids(item)
+            else _for_protobuf([each for each in item if _fits(each)] if key == "attributes" else item)
             for key, item in value.items()
         }
-    return [_with_base64_ids(item) for item in value] if isinstance(value, list) else value
+    return [_for_protobuf(item) for item in value] if isinstance(value, list) else value
+
+
+def _fits(value: Any) -> bool:
+    """Whether the integers in an attribute have at most 64 bits."""
+    if isinstance(value, dict):
+        number = value.get("intValue")
+        return (number is None or held(int(number)) is not None) and all(map(_fits, value.values()))
+    return all(map(_fits, value)) if isinstance(value, list) else True

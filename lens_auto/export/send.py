@@ -31,11 +31,12 @@ class NotSent(Exception):
 
 
 class Sent(NamedTuple):
-    """What was done: spans sent, spans that the sampler left out, processes still at work (not touched)."""
+    """What was done: spans sent, left out by the sampler, processes still at work (not touched), damaged lines."""
 
     spans: int
     not_sampled: int
     running: int
+    damaged: int = 0
 
 
 def name_endpoint(endpoint: str | None, protocol: str | None, environ: Mapping[str, str] = os.environ) -> None:
@@ -84,7 +85,7 @@ def send_run(run: RunDirectory, advance: Callable[[int], None]) -> Sent:
     own = programs.send_all(run, advance)
     if own.reason:
         raise NotSent(f"the endpoint took {sent + own.sent:,} spans and no more: {own.reason}")
-    return Sent(sent + own.sent, 0, 0)
+    return Sent(sent + own.sent, 0, 0, own.damaged)
 
 
 def recover(run: RunDirectory, advance: Callable[[int], None]) -> Sent:
@@ -141,7 +142,7 @@ def recover(run: RunDirectory, advance: Callable[[int], None]) -> Sent:
         raise NotSent(
             f"the endpoint took {sent:,} spans, {own.left:,} that programs made themselves are left: {own.reason}"
         )
-    return Sent(sent, not_sampled, running)
+    return Sent(sent, not_sampled, running, own.damaged)
 
 
 def _forget(run_id: str, writer: str) -> None:

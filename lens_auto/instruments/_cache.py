@@ -1,15 +1,20 @@
-"""Instruments are made once for each meter and go away with it."""
+"""Instruments are made once for each meter and go away with it; what they record is a number of Python's."""
 
 from __future__ import annotations
 
+import logging
 import threading
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
+from lens_auto.values import encodable, held
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from opentelemetry.metrics import Meter
+
+logger = logging.getLogger("lens_auto")
 
 T = TypeVar("T")
 
@@ -39,3 +44,40 @@ class PerMeter(Generic[T]):
                 if found is None:
                     found = self._found[meter] = self._make(meter)
         return found
+
+
+def number(name: str, value: Any) -> int | float | None:
+    """A value as the SDK can aggregate and export it: what has `float()` is converted, such as a tensor of one element.
+
+    Args:
+        name: The metric, for the debug line about what is no number.
+        value: None: nothing is to be recorded.
+    """
+    if value is None:
+        return None
+    found = held(value)
+    if isinstance(found, (int, float)):
+        return found
+    try:
+        if not hasattr(value, "__float__"):
+            raise TypeError(type(value).__name__)
+        return float(value)
+    except Exception as error:  # a tensor of many elements, an integer beyond a float's range
+        logger.debug("lens-auto: the value of %s is no number and is not recorded (%s)", name, error)
+        return None
+
+
+def labels(attributes: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Those attributes that can be exported."""
+    if attributes is None:
+        return None
+    kept: dict[str, Any] = {}
+    for key, value in attributes.items():
+        if isinstance(value, (list, tuple)):
+            items = tuple(held(item) for item in value)
+            found: Any = None if None in items else items
+        else:
+            found = held(value)
+        if found is not None:
+            kept[encodable(str(key))] = found
+    return kept

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lens_auto import semconv
-from lens_auto.instruments._cache import BUCKETS_MS, PerMeter
+from lens_auto.instruments._cache import BUCKETS_MS, PerMeter, number
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Histogram, Meter
@@ -44,16 +44,22 @@ def record_gym_metrics(
     verify_success_rate: float | None = None,
     active_servers: int | None = None,
 ) -> None:
-    """Records what is given: durations (ms) as histograms, the others as gauges. None is not recorded."""
+    """Records what is given: durations (ms) as histograms, the others as gauges. None is not recorded,
+    nor is what has no `float()`.
+    """
     instruments = _instruments(meter)
     for name, value in (
         (semconv.GYM_SERVER_REQUEST_DURATION_MS, server_request_duration_ms),
         (semconv.GYM_ROLLOUT_DURATION_MS, rollout_duration_ms),
         (semconv.GYM_VERIFY_DURATION_MS, verify_duration_ms),
     ):
-        if value is not None:
-            instruments.histograms[name].record(value)
-    if verify_success_rate is not None:
-        instruments.success_rate.set(verify_success_rate)
-    if active_servers is not None:
-        instruments.servers.set(active_servers)
+        found = number(name, value)
+        if found is not None:
+            instruments.histograms[name].record(found)
+    for name, value, gauge in (
+        (semconv.GYM_VERIFY_SUCCESS_RATE, verify_success_rate, instruments.success_rate),
+        (semconv.GYM_SERVERS_ACTIVE, active_servers, instruments.servers),
+    ):
+        found = number(name, value)
+        if found is not None:
+            gauge.set(found)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from lens_auto import semconv
-from lens_auto.instruments._cache import BUCKETS_S, PerMeter
+from lens_auto.instruments._cache import BUCKETS_S, PerMeter, number
+from lens_auto.values import encodable
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Histogram, Meter
@@ -66,13 +67,15 @@ def record_inference_metrics(
     """
     instruments = _instruments(meter)
     attributes = {
-        semconv.GEN_AI_OPERATION_NAME: operation_name,
-        semconv.GEN_AI_PROVIDER_NAME: provider_name,
+        semconv.GEN_AI_OPERATION_NAME: encodable(str(operation_name)),
+        semconv.GEN_AI_PROVIDER_NAME: encodable(str(provider_name)),
     }
     if model is not None:
-        attributes[semconv.GEN_AI_REQUEST_MODEL] = str(model)
-    if request_duration_s is not None:
-        instruments.duration.record(request_duration_s, attributes)
-    for count, kind in ((input_tokens, TOKEN_TYPE_INPUT), (output_tokens, TOKEN_TYPE_OUTPUT)):
+        attributes[semconv.GEN_AI_REQUEST_MODEL] = encodable(str(model))
+    duration = number(semconv.GEN_AI_SERVER_REQUEST_DURATION, request_duration_s)
+    if duration is not None:
+        instruments.duration.record(duration, attributes)
+    for tokens, kind in ((input_tokens, TOKEN_TYPE_INPUT), (output_tokens, TOKEN_TYPE_OUTPUT)):
+        count = number(semconv.GEN_AI_CLIENT_TOKEN_USAGE, tokens)
         if count is not None:
             instruments.tokens.record(count, {**attributes, semconv.GEN_AI_TOKEN_TYPE: kind})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lens_auto import semconv
-from lens_auto.instruments._cache import BUCKETS_MS, PerMeter
+from lens_auto.instruments._cache import BUCKETS_MS, PerMeter, number
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Histogram, Meter
@@ -59,7 +59,9 @@ def record_rl_metrics(
     generation_duration_ms: float | None = None,
     rollout_duration_ms: float | None = None,
 ) -> None:
-    """Records what is given: durations (ms) as histograms, everything else as gauges. None is not recorded."""
+    """Records what is given: durations (ms) as histograms, everything else as gauges. None is not recorded,
+    nor is what has no `float()`; a tensor is read, which may wait for its device.
+    """
     instruments = _instruments(meter)
     for name, value in (
         (semconv.RL_REWARD_MEAN, reward_mean),
@@ -72,11 +74,13 @@ def record_rl_metrics(
         (semconv.RL_LEARNING_RATE, learning_rate),
         (semconv.RL_THROUGHPUT_TOKENS_PER_SEC, throughput_tokens_per_sec),
     ):
-        if value is not None:
-            instruments.gauges[name].set(value)
+        found = number(name, value)
+        if found is not None:
+            instruments.gauges[name].set(found)
     for name, value in (
         (semconv.RL_GENERATION_DURATION_MS, generation_duration_ms),
         (semconv.RL_ROLLOUT_DURATION_MS, rollout_duration_ms),
     ):
-        if value is not None:
-            instruments.histograms[name].record(value)
+        found = number(name, value)
+        if found is not None:
+            instruments.histograms[name].record(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lens_auto import semconv
-from lens_auto.instruments._cache import BUCKETS_S, PerMeter
+from lens_auto.instruments._cache import BUCKETS_S, PerMeter, labels, number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -106,6 +106,7 @@ def record_training_metrics(
         attributes: Of all that is recorded in this call; keep them few, a metric has at most hundreds of values.
     """
     instruments = _instruments(meter)
+    attributes = labels(attributes)
     for name, value in (
         (ITERATION_DURATION, iteration_duration_s),
         (DATA_LOADING_DURATION, data_loading_duration_s),
@@ -115,11 +116,14 @@ def record_training_metrics(
         (COMM_DURATION, comm_duration_s),
         (COMM_SIZE, comm_size_bytes),
     ):
-        if value is not None:
-            instruments.histograms[name].record(value, attributes)
-    for name, count in ((ITERATIONS, iterations), (BATCHES, batches), (RECORDS_DROPPED, records_dropped)):
-        if count is not None:
-            instruments.counters[name].add(count, attributes)
-    for name, rate in ((TOKENS_PER_SECOND, tokens_per_second), (SAMPLES_PER_SECOND, samples_per_second)):
-        if rate is not None:
-            instruments.gauges[name].set(rate, attributes)
+        found = number(name, value)
+        if found is not None:
+            instruments.histograms[name].record(found, attributes)
+    for name, value in ((ITERATIONS, iterations), (BATCHES, batches), (RECORDS_DROPPED, records_dropped)):
+        found = number(name, value)
+        if found is not None:
+            instruments.counters[name].add(found, attributes)
+    for name, value in ((TOKENS_PER_SECOND, tokens_per_second), (SAMPLES_PER_SECOND, samples_per_second)):
+        found = number(name, value)
+        if found is not None:
+            instruments.gauges[name].set(found, attributes)

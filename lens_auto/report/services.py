@@ -170,7 +170,10 @@ def _service(part: dict[str, Any]) -> str:
 
 
 def trace_lines(run: RunDirectory) -> Iterator[tuple[bytes, int]]:
-    """The lines with spans of all processes of a run, as they are, and how many spans are in each."""
+    """The lines with spans of all processes of a run, as they are, and how many spans are in each.
+
+    A line that is damaged, and not merely being written, is an empty one.
+    """
     for file in find_files(run):
         if file.kind not in (TRACES, UNSENT):
             continue
@@ -180,9 +183,11 @@ def trace_lines(run: RunDirectory) -> Iterator[tuple[bytes, int]]:
                     try:
                         message = orjson.loads(line)
                     except ValueError:
-                        continue
+                        message = None
                     if isinstance(message, dict) and line.endswith(b"\n"):
                         yield line, sum(1 for _ in spans_of(message))
+                    elif not file.may_grow:
+                        yield b"", 0
         except OSError:  # it moved to the run directory, or somebody removed it
             continue
 

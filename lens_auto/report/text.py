@@ -283,6 +283,8 @@ def render_doctor(found: dict[str, Any], out: Console) -> None:
     else:
         state = "is disabled here" if found.get("disabled") else "would record a training program here"
         out.print(Text(f"No problem found: lens-auto {state}.", style="bold green"))
+    for note in found.get("notes", []):
+        out.print(Text(f"Note: {note}"), soft_wrap=True)
     packages = _table(("what", "version"))
     packages.add_row("python", str(found.get("python", "-")))
     for name, version in found.get("packages", {}).items():
