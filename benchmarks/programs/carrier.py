@@ -15,8 +15,9 @@ import torch.distributed as dist
 from benchmarks.child import leave_result, report_progress
 from lens_auto import runtime
 
-ROUNDS = 40
+ROUNDS = 160
 BLOCK = 15
+BLOCKING_EVERY = 4  # rounds
 WORK = 60_000
 
 
@@ -36,25 +37,26 @@ def blocking(payload: torch.Tensor) -> None:
 
 
 def main() -> None:
-    """Measure and leave the result: the fastest tenth of each kind, which nothing else disturbed."""
+    """Measure and leave the result: wall and CPU time of every iteration, ns, in pairs of blocks."""
     dist.init_process_group("gloo")
     recorder = runtime.recorder
     assert recorder is not None
     deadline = time.monotonic() + 30
-    while recorder.boundary_event is None or runtime._housekeeper.sharing.carrier.state != "running":  # type: ignore[union-attr]
+    while recorder.boundary_bell is None or runtime._housekeeper.sharing.carrier.state != "running":  # type: ignore[union-attr]
         if time.monotonic() > deadline:
             raise TimeoutError("the carrier did not start")
         time.sleep(0.05)
     carrier = runtime._housekeeper.sharing.carrier  # type: ignore[union-attr]
     payload = torch.zeros(256, dtype=torch.uint8)
-    bare: list[int] = []
-    carried: list[int] = []
+    times: dict[str, list[list[list[int]]]] = {"bare": [], "carrier": [], "blocking": []}
     waited: list[int] = []
     before = carrier.sent + carrier.received
     for number in range(ROUNDS):
-        for kind in ("bare", "carrier", "blocking") if number % 2 else ("carrier", "bare", "blocking"):
+        kinds = ("bare", "carrier") if number % 2 else ("carrier", "bare")
+        for kind in (*kinds, "blocking") if number % BLOCKING_EVERY == 0 else kinds:
+            block: list[list[int]] = [[], []]
             for _ in range(BLOCK):
-                start = time.perf_counter_ns()
+                start, start_cpu = time.perf_counter_ns(), time.thread_time_ns()
                 if kind == "carrier":
                     recorder.boundary(time.monotonic_ns(), 1, 0)
                 elif kind == "blocking":
@@ -62,11 +64,9 @@ def main() -> None:
                     blocking(payload)
                     waited.append(time.perf_counter_ns() - begun)
                 work()
-                taken = time.perf_counter_ns() - start
-                if kind == "bare":
-                    bare.append(taken)
-                elif kind == "carrier":
-                    carried.append(taken)
+                block[1].append(time.thread_time_ns() - start_cpu)
+                block[0].append(time.perf_counter_ns() - start)
+            times[kind].append(block)
             if kind == "carrier":  # let the last of them arrive outside of the bare block
                 time.sleep(0.02)
         if dist.get_rank() == 0:
@@ -74,8 +74,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         leave_result(
             {
-                "bare_ns": statistics.quantiles(bare, n=10)[0],
-                "carrier_ns": statistics.quantiles(carried, n=10)[0],
+                "bare_ns": times["bare"],
+                "carrier_ns": times["carrier"],
                 "blocking_ns": statistics.quantiles(waited, n=10)[0],
                 "blocking_median_ns": statistics.median(waited),
                 "through": carrier.sent + carrier.received - before,

@@ -23,6 +23,7 @@ from typing import Any
 from lens_auto import guard
 from lens_auto.groups import TrainingSpanGroup
 from lens_auto.iteration.store import StoreAccess, patient_store
+from lens_auto.recorder.bell import Bell
 
 logger = logging.getLogger("lens_auto")
 
@@ -32,7 +33,11 @@ MAX_OUTSTANDING = 4
 JOIN_TIMEOUT_S = 60.0  # how long rank 0 waits for all ranks to say that they take part
 CONNECT_TIMEOUT_S = 20.0
 STALL_TIMEOUT_S = 120.0  # a broadcast that does not complete for so long ends the carrier
-ARRIVAL_S = 0.003  # how long after a boundary the thread looks whether the broadcast is through
+# How long after a boundary the thread looks whether the broadcast is through, unless the next one comes before; and of
+# iterations that are shorter than the last.
+ARRIVAL_S = 0.1
+SHORT_ARRIVAL_S = 0.003
+SHORT_S = 0.01
 IDLE_S = 0.25
 
 _MAGIC = 0x4C43
@@ -129,7 +134,8 @@ class Carrier:
         rank, world_size: of the default group.
         current: the iteration that this process is in.
         outgoing: rank 0: carrier and switches of an iteration.
-        arrived: called with an iteration, its carrier, the switches, and the iteration that rank 0 was in.
+        arrived: called with an iteration, its carrier, the switches, and the iterations that rank 0 was in when it sent
+            them and that this process was in when they came.
     """
 
     def __init__(
@@ -140,7 +146,7 @@ class Carrier:
         world_size: int,
         current: Callable[[], int],
         outgoing: Callable[[int], tuple[dict[str, str], list[Switch]]],
-        arrived: Callable[[int, dict[str, str], list[Switch], int], None],
+        arrived: Callable[[int, dict[str, str], list[Switch], int, int], None],
     ) -> None:
         self._access = access
         self._prefix = prefix
@@ -150,7 +156,7 @@ class Carrier:
         self._outgoing = outgoing
         self._arrived = arrived
         self._stopping = threading.Event()
-        self.boundary = threading.Event()  # set by the training thread when an iteration begins
+        self.boundary = Bell()  # rung by the training thread when an iteration begins
         self.cpu_ns = 0  # of the thread, while it broadcasts
         self._thread = threading.Thread(target=self._run, name="lens-carrier", daemon=True)
         self.state = "joining"  # connecting, running, ended
@@ -171,7 +177,7 @@ class Carrier:
     def stop(self) -> None:
         """Ask the thread to end."""
         self._stopping.set()
-        self.boundary.set()
+        self.boundary.ring()
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the thread after `stop`: one that comes back from C++ while the interpreter ends would abort it."""
@@ -240,6 +246,14 @@ class Carrier:
         return not self._stopping.wait(0.1) and time.monotonic() < deadline
 
     def _broadcast(self, group: Any) -> None:
+        outstanding: deque[tuple[Any, memoryview, int, float]] = deque()  # work, message, iteration, since when
+        try:
+            self._take_turns(group, outstanding)
+        finally:
+            for work, *_ in outstanding:
+                _keep_forever(work)
+
+    def _take_turns(self, group: Any, outstanding: deque[tuple[Any, memoryview, int, float]]) -> None:
         """One broadcast for every iteration, in order, at most `MAX_OUTSTANDING` at a time."""
         import torch
         from torch.distributed.distributed_c10d import BroadcastOptions, Work
@@ -248,53 +262,49 @@ class Carrier:
         options.rootRank = 0
         options.rootTensor = 0
         buffers = [torch.zeros(CARRIER_BYTES, dtype=torch.uint8) for _ in range(MAX_OUTSTANDING + 1)]
+        messages = [buffer.numpy().data for buffer in buffers]
         for buffer in buffers:
             _keep_forever(buffer)
         wait = getattr(vars(Work)["wait"], "__wrapped__", vars(Work)["wait"])  # past our own hook
-        outstanding: deque[tuple[Any, Any, int, float]] = deque()  # work, buffer, iteration, since when
-        following = 0
+        following = was_in = 0
+        issued_at = last_issued_at = time.monotonic()
         while not self._stopping.is_set():
-            issued = False
+            fresh = following  # broadcasts from this one on are issued now
             while following <= self._current() and len(outstanding) < MAX_OUTSTANDING:
-                buffer = buffers[following % len(buffers)]
+                index = following % len(buffers)
                 if self._rank == 0:
                     carrier, switches = self._outgoing(following)
-                    message, left_out = pack(following, self._current(), carrier, switches)
+                    messages[index][:], left_out = pack(following, self._current(), carrier, switches)
                     self.left_out += len(left_out)
-                    buffer.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
                     self.sent += 1
-                work = group.broadcast([buffer], options)
-                _keep_forever(work)
-                outstanding.append((work, buffer, following, time.monotonic()))
+                work = group.broadcast([buffers[index]], options)
+                last_issued_at, issued_at = issued_at, time.monotonic()
+                outstanding.append((work, messages[index], following, issued_at))
                 following += 1
-                issued = True
             while outstanding and outstanding[0][0].is_completed():
-                work, buffer, _, _ = outstanding.popleft()
+                work, message, number, _ = outstanding[0]
                 wait(work)  # it is complete: this only raises where it failed (`Work.exception` prints a warning)
-                _let_go(work)
+                outstanding.popleft()
                 if self._rank != 0:
-                    iteration, first_is_in, carrier, switches = unpack(buffer.numpy().tobytes())
+                    iteration, first_is_in, carrier, switches = unpack(message.tobytes())
                     self.received += 1
-                    self._arrived(iteration, carrier, switches, first_is_in)
+                    here = was_in if number < fresh else self._current()
+                    self._arrived(iteration, carrier, switches, first_is_in, here)
             if outstanding and time.monotonic() - outstanding[0][3] > STALL_TIMEOUT_S:
                 self._end(
                     f"the broadcast of iteration {outstanding[0][2]} did not complete in {STALL_TIMEOUT_S:.0f} s", True
                 )
                 return
             self.cpu_ns = time.thread_time_ns()
-            # Each wake-up takes the GIL from the training thread: one at a boundary, one when the broadcast is through.
-            if issued and outstanding:
-                self._stopping.wait(ARRIVAL_S)
+            was_in = self._current()
+            # Each wake-up takes the GIL from the training thread, and what it runs is in no cache any more: one at a
+            # boundary, at which the last broadcast is through, too. Short iterations share one.
+            if following > fresh and outstanding and issued_at - last_issued_at < SHORT_S:
+                self._stopping.wait(SHORT_ARRIVAL_S)
             else:
-                self.boundary.wait(IDLE_S)
-                self.boundary.clear()
+                self.boundary.wait(ARRIVAL_S if outstanding else IDLE_S)
 
 
 def _keep_forever(thing: Any) -> None:
     """Never destruct: a group or work with a peer that is gone waits in its destructor until its timeout."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-
-
-def _let_go(thing: Any) -> None:
-    """A completed work may be destructed after all."""
-    ctypes.pythonapi.Py_DecRef(ctypes.py_object(thing))

@@ -111,7 +111,7 @@ class Sharing:
             self._seed = bytes.fromhex(info["seed"])
             state.share_pp_trace_carrier(self.current_carrier)
             if self.carrier is not None and info["seed_source"] == "agreed":
-                self._recorder.boundary_event = self.carrier.boundary
+                self._recorder.boundary_bell = self.carrier.boundary
                 self.carrier.start(info["seed"])
         if self.skew.widest:
             info["iteration_skew"] = self.skew.widest
@@ -225,9 +225,11 @@ class Sharing:
     def _outgoing(self, iteration: int) -> tuple[dict[str, str], list[Switch]]:
         return self.derived_carrier(iteration), self._switches
 
-    def _arrived(self, iteration: int, carrier: dict[str, str], switches: list[Switch], first_is_in: int) -> None:
+    def _arrived(
+        self, iteration: int, carrier: dict[str, str], switches: list[Switch], first_is_in: int, was_in: int
+    ) -> None:
         self._newest = (iteration, carrier)
-        self.skew.add(self._recorder.iteration - first_is_in)
+        self.skew.add(was_in - first_is_in)
         if switches and switches != self._switches:
             self._switches = switches
             self._switch(switches)

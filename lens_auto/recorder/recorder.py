@@ -16,6 +16,7 @@ from lens_auto.recorder.segment import Segment, create_segment, no_segment
 from lens_auto.recorder.strings import Interner
 
 if TYPE_CHECKING:
+    from lens_auto.recorder.bell import Bell
     from lens_auto.recorder.device import DeviceTimes
 
 logger = logging.getLogger("lens_auto")
@@ -97,7 +98,7 @@ class Recorder:
         self.switch_at = NEVER  # the iteration at which `on_switch` is due
         self.on_switch: Callable[[int], None] | None = None
         self.device: DeviceTimes | None = None  # what a GPU took; None where that is not wanted
-        self.boundary_event: threading.Event | None = None  # what the carrier's thread waits for
+        self.boundary_bell: Bell | None = None  # what the carrier's thread waits for
         self.wake = threading.Event()
         self.closed: list[Segment] = []
         self._lock = threading.Lock()
@@ -271,8 +272,8 @@ class Recorder:
         self.iteration += 1
         if self.iteration >= self.switch_at and self.on_switch is not None:
             self.on_switch(self.iteration)
-        if self.boundary_event is not None:
-            self.boundary_event.set()
+        if self.boundary_bell is not None:
+            self.boundary_bell.ring()
 
     # --- segments -----------------------------------------------------------------------------------------------------
 
