@@ -24,13 +24,15 @@ def measure(names: frozenset[str], quick: bool, progress: Progress) -> dict[str,
     result = child.run(command, {"NEMO_LENS_SPAN_GROUPS": "per_step"}, progress, 180)
     if result["through"] < result["iterations"] * 0.9:
         raise ChildError(f"{result['through']} of {result['iterations']} carriers went through")
-    bare_ns, carrier_ns = np.array(result["bare_ns"]), np.array(result["carrier_ns"])
-    by_wall, _ = block_ratios(carrier_ns, bare_ns)
-    bare_us, blocking_us = float(np.median(bare_ns[:, 0])) / 1e3, result["blocking_ns"] / 1e3
-    taken_us, width_us = (by_wall.value - 1) * bare_us, by_wall.width * bare_us
-    detail = (
-        f"{taken_us:+.0f} us (95 % {(by_wall.low - 1) * bare_us:+.0f} to {(by_wall.high - 1) * bare_us:+.0f}) of"
-        f" {bare_us / 1e3:.1f} ms that are all Python, {len(bare_ns)} pairs of blocks; blocking: fastest tenth"
-        f" {blocking_us:.0f} us, median, with waiting for the other rank {result['blocking_median_ns'] / 1e3:.0f} us"
+    bare_ns = np.array(result["bare_ns"])
+    bare_us = float(np.median(bare_ns[:, 0])) / 1e3
+    taken, waited = (
+        [bare_us * (each - 1) for each in block_ratios(np.array(result[f"{kind}_ns"]), bare_ns)[0]]
+        for kind in ("carrier", "blocking")
     )
-    return {"carrier": Measurement(max(0.0, taken_us) / blocking_us, detail, width=width_us / blocking_us)}
+    detail = (
+        f"{taken[0]:+.0f} us (95 % {taken[1]:+.0f} to {taken[2]:+.0f}) of {bare_us / 1e3:.1f} ms that are all Python,"
+        f" blocking {waited[0]:+.0f} us ({waited[1]:+.0f} to {waited[2]:+.0f}); {len(bare_ns)} rounds of blocks"
+    )
+    share = [max(0.0, each) / waited[0] for each in taken]
+    return {"carrier": Measurement(share[0], detail, width=share[2] - share[1])}

@@ -33,11 +33,8 @@ MAX_OUTSTANDING = 4
 JOIN_TIMEOUT_S = 60.0  # how long rank 0 waits for all ranks to say that they take part
 CONNECT_TIMEOUT_S = 20.0
 STALL_TIMEOUT_S = 120.0  # a broadcast that does not complete for so long ends the carrier
-# How long after a boundary the thread looks whether the broadcast is through, unless the next one comes before; and of
-# iterations that are shorter than the last.
-ARRIVAL_S = 0.1
-SHORT_ARRIVAL_S = 0.003
-SHORT_S = 0.01
+ARRIVAL_S = 0.1  # how long after a boundary the thread looks whether the broadcast is through, if no other came before
+SHORT_S = 0.003  # iterations that are shorter share a wake-up, so long after the last
 IDLE_S = 0.25
 
 _MAGIC = 0x4C43
@@ -269,7 +266,20 @@ class Carrier:
         following = was_in = 0
         issued_at = last_issued_at = time.monotonic()
         while not self._stopping.is_set():
-            fresh = following  # broadcasts from this one on are issued now
+            while outstanding and outstanding[0][0].is_completed():
+                work, message, _, _ = outstanding[0]
+                wait(work)  # it is complete: this only raises where it failed (`Work.exception` prints a warning)
+                outstanding.popleft()
+                if self._rank != 0:
+                    iteration, first_is_in, carrier, switches = unpack(message.tobytes())
+                    self.received += 1
+                    self._arrived(iteration, carrier, switches, first_is_in, was_in)
+            if outstanding and time.monotonic() - outstanding[0][3] > STALL_TIMEOUT_S:
+                self._end(
+                    f"the broadcast of iteration {outstanding[0][2]} did not complete in {STALL_TIMEOUT_S:.0f} s", True
+                )
+                return
+            issued = False
             while following <= self._current() and len(outstanding) < MAX_OUTSTANDING:
                 index = following % len(buffers)
                 if self._rank == 0:
@@ -281,26 +291,13 @@ class Carrier:
                 last_issued_at, issued_at = issued_at, time.monotonic()
                 outstanding.append((work, messages[index], following, issued_at))
                 following += 1
-            while outstanding and outstanding[0][0].is_completed():
-                work, message, number, _ = outstanding[0]
-                wait(work)  # it is complete: this only raises where it failed (`Work.exception` prints a warning)
-                outstanding.popleft()
-                if self._rank != 0:
-                    iteration, first_is_in, carrier, switches = unpack(message.tobytes())
-                    self.received += 1
-                    here = was_in if number < fresh else self._current()
-                    self._arrived(iteration, carrier, switches, first_is_in, here)
-            if outstanding and time.monotonic() - outstanding[0][3] > STALL_TIMEOUT_S:
-                self._end(
-                    f"the broadcast of iteration {outstanding[0][2]} did not complete in {STALL_TIMEOUT_S:.0f} s", True
-                )
-                return
+                issued = True
             self.cpu_ns = time.thread_time_ns()
             was_in = self._current()
             # Each wake-up takes the GIL from the training thread, and what it runs is in no cache any more: one at a
-            # boundary, at which the last broadcast is through, too. Short iterations share one.
-            if following > fresh and outstanding and issued_at - last_issued_at < SHORT_S:
-                self._stopping.wait(SHORT_ARRIVAL_S)
+            # boundary, at which the last broadcast is through, too.
+            if issued and issued_at - last_issued_at < SHORT_S:
+                self._stopping.wait(SHORT_S)
             else:
                 self.boundary.wait(ARRIVAL_S if outstanding else IDLE_S)
 
