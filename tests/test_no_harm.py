@@ -26,7 +26,8 @@ PROGRAM = Path(__file__).with_name("rank_cases.py")
 # C++ stack traces and warnings of torch differ in addresses and stamps; tracebacks (which torch marks with the rank) go
 # through our hooks.
 _TORCHS_OWN = re.compile(
-    r"\[rank\d+\]:|\[?[WIE]\d{4} |\[Gloo\] |Exception raised from |frame #\d+: |<omitting python frames>|Traceback|  |$"
+    r"\[rank\d+\]:|\[?[WIE]\d{4} |\[Gloo\] |\[/\S*third_party/gloo/|Exception raised from |frame #\d+: "
+    r"|<omitting python frames>|Traceback|  |$"
 )
 
 
@@ -198,6 +199,9 @@ def test_ends_as_without_us_too(slow: Results, name: str) -> None:
 
 
 def check(plan: Plan, bare: dict[str, Any], lens: dict[str, Any]) -> None:
+    codes = {who: {end["code"] for end in run["ranks"].values()} for who, run in (("bare", bare), ("lens", lens))}
+    if 999 in codes["bare"] and codes["lens"] == {0}:
+        pytest.skip("torch hung without us: the end of DistributedDataParallel on gloo (docs/compatibility.md)")
     assert lens["store_left"] == bare["store_left"]
     for rank in bare["ranks"]:
         before, after = bare["ranks"][rank], lens["ranks"][rank]
