@@ -176,9 +176,15 @@ def fast(launch_once: Launcher) -> Results:
 
 
 @pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
+def slow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
+    """Of the slow cases only those that were asked for: all of them take a quarter of an hour."""
+    asked = {
+        item.callspec.id
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    }
     launcher = Launcher(tmp_path_factory.mktemp("slow"))
-    yield Results(launcher, [plan for plan in PLANS if plan.slow])
+    yield Results(launcher, [plan for plan in PLANS if plan.slow and plan.id in asked])
     launcher.close()
 
 
