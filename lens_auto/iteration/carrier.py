@@ -33,7 +33,7 @@ MAX_OUTSTANDING = 4
 JOIN_TIMEOUT_S = 60.0  # how long rank 0 waits for all ranks to say that they take part
 CONNECT_TIMEOUT_S = 20.0
 STALL_TIMEOUT_S = 120.0  # a broadcast that does not complete for so long ends the carrier
-ARRIVAL_S = 0.1  # how long after a boundary the thread looks whether the broadcast is through, if no other came before
+ARRIVAL_S = 0.05  # how long after a boundary the thread looks whether the broadcast is through, if no other came before
 SHORT_S = 0.003  # iterations that are shorter share a wake-up, so long after the last
 IDLE_S = 0.25
 
