@@ -77,6 +77,7 @@ def test_torchrun(launch: Launcher) -> None:
     assert {writer.info["resource"]["torchelastic.local_world_size"] for writer in writers} == {2}
 
 
+@pytest.mark.slow  # torchrun is the same program, and has a test of its own
 def test_python_m_torch_distributed_run(launch: Launcher) -> None:
     program = launch.program(TRAIN + "train()\n")
     run = launch.run(*INSTRUMENT, *PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program)
