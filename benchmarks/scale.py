@@ -84,7 +84,7 @@ def _rank(rank: int, world_size: int, pipe: Connection) -> None:
     number = 0
     arrivals: list[float] = []
 
-    def arrived(_number: int, carrier: dict[str, str], _switches: list[Any], _first_is_in: int) -> None:
+    def arrived(_number: int, carrier: dict[str, str], _switches: list[Any], *_of_ranks: int) -> None:
         sent = float(carrier["tracestate"].partition("=")[2])
         arrivals.append((time.monotonic() - sent) * 1e3)
 
@@ -105,7 +105,7 @@ def _rank(rank: int, world_size: int, pipe: Connection) -> None:
     cpu_before = time.process_time()
     for number in range(1, ITERATIONS + 1):  # noqa: B007 - the carrier asks for it
         boundary = time.monotonic()
-        carrier.boundary.set()
+        carrier.boundary.ring()
         time.sleep(ITERATION_S)
     found = {
         "agreement_s": agreed - begun,
