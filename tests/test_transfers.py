@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from synthetic import MONOTONIC_0, MS, WALL_0, Writer, write_run
 
 from lens_auto.recorder.layout import Flag, Kind
 from lens_auto.recorder.read import RunDirectory
+from lens_auto.report import clocks
 from lens_auto.report.load import load
 from lens_auto.report.match import Matched, attempts, match
 from lens_auto.report.summary import Summary, summarize
@@ -171,3 +173,14 @@ def test_messages_in_one_direction_do_not_tell(tmp_path: Path) -> None:
     for writer in writers:  # the way back is not recorded
         writer.records = [each for each in writer.records if not (each["kind"] == Kind.SEND and each["peer"] == 0)]
     assert matched_of(write_run(tmp_path, *writers)).hosts["host1"].uncertainty_ns is None
+
+
+def test_messages_one_way_at_a_time_do_not_tell_how_clocks_drift() -> None:
+    """First one host's messages alone, then the other's: no offset fits both, and no stretch has both."""
+    sent, received = WALL_0, WALL_0 - 50 * MS  # each is received before it was sent
+    came = np.full((80, 2), clocks.NOT_SEEN_TO_COME)
+    left = np.full((80, 2), clocks.NOT_SEEN_TO_LEAVE)
+    came[:40, 0] = came[40:, 1] = sent + np.arange(40)
+    left[:40, 1] = left[40:, 0] = received + np.arange(40)
+    came[40:], left[40:] = came[40:] + MS * (came[40:] > 0), left[40:] + MS * (left[40:] < clocks.NOT_SEEN_TO_LEAVE)
+    assert clocks.compare(["here", "there"], came, left)["there"].uncertainty_ns is None

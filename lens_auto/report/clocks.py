@@ -15,7 +15,7 @@ import numpy as np
 from lens_auto.iteration.rule import Int64Array
 from lens_auto.report.statistics import Float64Array
 
-# No time of a wall clock; their difference is still a 64-bit number, and bounds nothing.
+# No time of a wall clock, and no bound of an offset; their difference is still a 64-bit number.
 NOT_SEEN_TO_COME, NOT_SEEN_TO_LEAVE = -(1 << 61), 1 << 61
 _WINDOWS = 64
 _WINDOW_OPERATIONS = 32
@@ -85,8 +85,9 @@ def compare(hosts: list[str], came_ns: Int64Array, left_ns: Int64Array) -> dict[
             found[host] = unknown_clock(host)
             continue
         told = below | above
-        at_ns = np.where(above, came_there, left_there)
-        found[host] = _bounded(host, (came_here - left_there)[told], (left_here - came_there)[told], at_ns[told])
+        least = np.where(below, came_here - left_there, NOT_SEEN_TO_COME)
+        most = np.where(above, left_here - came_there, NOT_SEEN_TO_LEAVE)
+        found[host] = _bounded(host, least[told], most[told], np.where(above, came_there, left_there)[told])
     return found
 
 
@@ -105,6 +106,8 @@ def _bounded(host: str, least: Int64Array, most: Int64Array, at_ns: Int64Array) 
             lows.append(int(least[part].max()))
             highs.append(int(most[part].min()))
             times.append(int(np.median(at_ns[part])))
+    if not times:  # messages went one way at a time
+        return unknown_clock(host)
     offsets = (np.array(lows, dtype=np.float64) + np.array(highs)) / 2
     half = int(np.abs(np.array(highs) - np.array(lows)).max()) // 2 + 1
     return HostClock(
