@@ -20,15 +20,14 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from receiver import PROTOCOLS, Receiver
+from reports import summary_of
 from synthetic import write_run
 
 from lens_auto import sdk_exporters
 from lens_auto.export import programs, send
 from lens_auto.recorder import layout
 from lens_auto.recorder.read import RunDirectory
-from lens_auto.report.load import load
 from lens_auto.report.services import find_programs
-from lens_auto.report.summary import Summary, summarize
 from lens_auto.report.text import console, footer, render
 
 GONE = f"{socket.gethostname()}-{(1 << 22) + 1}"  # a process of this host that cannot be
@@ -66,11 +65,6 @@ def put(run_dir: Path, name: str, spans: list[ReadableSpan], at_once: int = 4, e
 
 def ids(spans: list[ReadableSpan]) -> list[str]:
     return sorted(f"{span.context.span_id:016x}" for span in spans if span.context is not None)
-
-
-def summary_of(run_dir: Path) -> Summary:
-    run = RunDirectory(run_dir)
-    return summarize(run, load(run))
 
 
 @contextmanager

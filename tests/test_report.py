@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reports import summary_of
 from rich.console import Console
 from synthetic import MS, Writer, at, segment_header, train, write_run
 
@@ -28,16 +29,11 @@ from lens_auto.recorder.layout import Flag, Kind, Phase
 from lens_auto.recorder.read import RunDirectory
 from lens_auto.report.load import load
 from lens_auto.report.postmortem import examine
-from lens_auto.report.summary import Summary, summarize
+from lens_auto.report.summary import summarize
 from lens_auto.report.text import console, render, render_doctor
 from lens_auto.report.words import duration, named, size
 
 ROOT = Path(__file__).parent.parent
-
-
-def summary_of(run_dir: Path) -> Summary:
-    run = RunDirectory(run_dir)
-    return summarize(run, load(run))
 
 
 def command(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -7,14 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from reports import matched_of, summary_of
 from synthetic import MONOTONIC_0, MS, WALL_0, Writer, write_run
 
 from lens_auto.recorder.layout import Flag, Kind
-from lens_auto.recorder.read import RunDirectory
 from lens_auto.report import clocks
-from lens_auto.report.load import load
-from lens_auto.report.match import Matched, attempts, match
-from lens_auto.report.summary import Summary, summarize
 
 ITERATIONS, MICROBATCHES, TRAVEL = 40, 4, 0.25
 ASYNC = Flag.SPAN | Flag.ASYNC
@@ -91,16 +88,6 @@ class Pipeline:
 
     def write(self, run_dir: Path) -> Path:
         return write_run(run_dir, *self.writers)
-
-
-def summary_of(run_dir: Path) -> Summary:
-    run = RunDirectory(run_dir)
-    return summarize(run, load(run))
-
-
-def matched_of(run_dir: Path) -> Matched:
-    (writers,) = attempts(load(RunDirectory(run_dir)))
-    return match(writers)
 
 
 @pytest.mark.parametrize("any_source", [False, True])

@@ -19,29 +19,16 @@ import numpy as np
 import orjson
 import pytest
 from launch import INSTRUMENT, PYTHON, RUN_RANKS, TORCHRUN, Launcher
+from reports import matched_of, summary_of
 from simulate import Job, on
 from synthetic import write_run
 
 from lens_auto.recorder.layout import Kind
-from lens_auto.recorder.read import RunDirectory
 from lens_auto.report import statistics
-from lens_auto.report.load import load
-from lens_auto.report.match import Matched, attempts, match
-from lens_auto.report.summary import Summary, summarize
 from lens_auto.report.words import percent, span
 
 STRAGGLER = str(Path(__file__).parent.parent / "examples" / "straggler.py")
 MS = 1_000_000
-
-
-def summary_of(run_dir: Path) -> Summary:
-    run = RunDirectory(run_dir)
-    return summarize(run, load(run))
-
-
-def matched_of(run_dir: Path) -> Matched:
-    (writers,) = attempts(load(RunDirectory(run_dir)))
-    return match(writers)
 
 
 def found_in(run_dir: Path) -> list[tuple[str, list[int], str | None]]:

@@ -165,16 +165,15 @@ def apply_receive_sources(data: npt.NDArray[np.void], numbers: npt.NDArray[np.in
     """
     import numpy as np
 
-    later = np.flatnonzero((data["kind"] == Kind.RECV_SOURCE) & (data["ref"] > 0) & (data["ref"] <= np.uint64(1 << 62)))
+    from lens_auto.recorder.read import find_referring
+
+    receives = np.flatnonzero(data["kind"] == Kind.RECV)
+    later, at = find_referring(data, numbers, Kind.RECV_SOURCE, receives)
     if not len(later):
         return data
-    wanted = data["ref"][later].astype(np.int64) - 1
-    rows = np.searchsorted(numbers, wanted)
-    rows[rows == len(data)] = 0
-    found = (numbers[rows] == wanted) & (data["kind"][rows] == Kind.RECV)
     corrected = data.copy()
     ambiguous = np.uint32(Flag.AMBIGUOUS)
-    for row, source in zip(rows[found].tolist(), later[found].tolist(), strict=True):
+    for row, source in zip(receives[at].tolist(), later.tolist(), strict=True):
         corrected["peer"][row] = data["peer"][source]
         corrected["seq"][row] = data["seq"][source]
         corrected["flags"][row] &= ~ambiguous

@@ -23,7 +23,7 @@ from lens_auto.iteration.rule import Int64Array, Iterations, Mask, find_iteratio
 from lens_auto.recorder import ids
 from lens_auto.recorder.hang import iso, read_hang
 from lens_auto.recorder.layout import HANG_NAME, Flag, Kind, Phase
-from lens_auto.recorder.read import RECORD_DTYPE, Records, RunDirectory, WriterFiles
+from lens_auto.recorder.read import RECORD_DTYPE, Records, RunDirectory, WriterFiles, find_referring
 
 AttributeValue: TypeAlias = "str | bool | int | float | list[str] | list[bool] | list[int] | list[float]"
 
@@ -343,16 +343,11 @@ class _Waits:
 
     def __init__(self, records: Records) -> None:
         data = records.data
-        rows = np.flatnonzero((data["kind"] == Kind.WAIT) & (data["ref"] > 0) & (data["ref"] <= np.uint64(1 << 62)))
-        wanted = data["ref"][rows].astype(np.int64) - 1
-        operation = np.searchsorted(records.numbers, wanted)
-        operation[operation == len(data)] = 0
-        found = (records.numbers[operation] == wanted) if len(data) else np.zeros(0, dtype=np.bool_)
-        found &= np.isin(data["kind"][operation], _AWAITED_KINDS)
-        rows = rows[found]
+        operations = np.flatnonzero(np.isin(data["kind"], _AWAITED_KINDS))
+        rows, at = find_referring(data, records.numbers, Kind.WAIT, operations)
         self.of: dict[int, list[_Wait]] = {}
         columns = (data[name][rows].tolist() for name in _Wait._fields[1:])
-        for target, *wait in zip(operation[found].tolist(), rows.tolist(), *columns, strict=True):
+        for target, *wait in zip(operations[at].tolist(), rows.tolist(), *columns, strict=True):
             self.of.setdefault(target, []).append(_Wait._make(wait))
 
 

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from lens_auto.iteration.rule import Int64Array, Mask
 from lens_auto.recorder.layout import DeviceTime, Flag, Kind
+from lens_auto.recorder.read import find_referring
 
-_MAX_REF = np.uint64(1 << 62)
 # (NumPy takes a flag for a signed number, which it does not combine with an unsigned one.)
 _WAIT, _CLOCK, _EXPOSED = (np.uint64(what) for what in (DeviceTime.WAIT, DeviceTime.CLOCK, DeviceTime.EXPOSED))
 
@@ -43,23 +43,18 @@ def operation_times(data: npt.NDArray[np.void], numbers: Int64Array, rows: Int64
     """
     duration_ns, exposed_ns = (np.full(len(rows), -1, dtype=np.int64) for _ in range(2))
     by_flight: Mask = np.zeros(len(rows), dtype=np.bool_)
-    times = np.flatnonzero((data["kind"] == Kind.DEVICE_TIME) & (data["ref"] > 0) & (data["ref"] <= _MAX_REF))
-    if len(times) and len(rows):
-        wanted = data["ref"][times].astype(np.int64) - 1
-        at = np.minimum(np.searchsorted(numbers[rows], wanted), len(rows) - 1)
-        found = numbers[rows][at] == wanted
-        times, at = times[found], at[found]
-        took_ns = data["a"][times].astype(np.int64)
-        waits = (data["c"][times] & _WAIT) != 0
-        flight = (data["flags"][times] & Flag.FLIGHT) != 0
-        own = ~waits & ~flight
-        duration_ns[at[flight]] = took_ns[flight]
-        by_flight[at[flight]] = True
-        duration_ns[at[own]] = took_ns[own]
-        by_flight[at[own]] = False
-        held = (data["c"][times] & _EXPOSED) != 0
-        exposed_ns[at[held]] = 0
-        np.add.at(exposed_ns, at[held], took_ns[held])
+    times, at = find_referring(data, numbers, Kind.DEVICE_TIME, rows)
+    took_ns = data["a"][times].astype(np.int64)
+    waits = (data["c"][times] & _WAIT) != 0
+    flight = (data["flags"][times] & Flag.FLIGHT) != 0
+    own = ~waits & ~flight
+    duration_ns[at[flight]] = took_ns[flight]
+    by_flight[at[flight]] = True
+    duration_ns[at[own]] = took_ns[own]
+    by_flight[at[own]] = False
+    held = (data["c"][times] & _EXPOSED) != 0
+    exposed_ns[at[held]] = 0
+    np.add.at(exposed_ns, at[held], took_ns[held])
     return OperationTimes(duration_ns, exposed_ns, by_flight)
 
 

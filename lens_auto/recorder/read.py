@@ -25,7 +25,7 @@ import numpy.typing as npt
 import orjson
 
 from lens_auto.recorder import layout
-from lens_auto.recorder.layout import FORMAT_VERSION, RECORD_FIELDS, SEGMENT_RECORDS, Phase, Slot, WriterState
+from lens_auto.recorder.layout import FORMAT_VERSION, RECORD_FIELDS, SEGMENT_RECORDS, Kind, Phase, Slot, WriterState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -35,6 +35,7 @@ WRITER_FORMAT = "lens-writer"
 
 RECORD_DTYPE = np.dtype([(name, "<" + code) for name, code in RECORD_FIELDS])
 assert RECORD_DTYPE.itemsize == layout.RECORD_BYTES
+_MAX_REF = np.uint64(1 << 62)  # what is more was never written by a recorder
 
 RecordArray: TypeAlias = "npt.NDArray[np.void]"
 _T = TypeVar("_T")
@@ -626,6 +627,30 @@ class Records:
 
     def __len__(self) -> int:
         return len(self.data)
+
+
+def find_referring(
+    data: RecordArray, numbers: npt.NDArray[np.int64], kind: Kind, rows: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Records of a kind that refer to some of these, as a wait refers to the operation that it completes.
+
+    Args:
+        data: the records of a writer.
+        numbers: their numbers, ascending.
+        kind: of the records that refer.
+        rows: where the records that are referred to are, ascending.
+
+    Returns:
+        Where the records that refer are, ascending, and for each the index in `rows` of what it refers to.
+    """
+    found = np.flatnonzero((data["kind"] == kind) & (data["ref"] > 0) & (data["ref"] <= _MAX_REF))
+    if not len(rows) or not len(found):
+        return found[:0], found[:0]
+    wanted = data["ref"][found].astype(np.int64) - 1
+    candidates = numbers[rows]
+    at = np.minimum(np.searchsorted(candidates, wanted), len(rows) - 1)
+    matches = candidates[at] == wanted
+    return found[matches], at[matches]
 
 
 class WriterFiles:

@@ -13,14 +13,13 @@ from lens_auto.iteration.bandwidth import Transfers, find_transfers
 from lens_auto.iteration.device_times import operation_times
 from lens_auto.iteration.rule import Int64Array, Iterations, Mask, find_iterations
 from lens_auto.recorder.layout import Flag, Kind, Phase
-from lens_auto.recorder.read import Records, RunDirectory, Status, WriterFiles
+from lens_auto.recorder.read import Records, RunDirectory, Status, WriterFiles, find_referring
 from lens_auto.report.work import Work, find_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _OPERATION_KINDS = (Kind.COLLECTIVE, Kind.SEND, Kind.RECV)
-_MAX_REF = np.uint64(1 << 62)
 
 
 @dataclass
@@ -145,7 +144,7 @@ def find_calls(records: Records, iterations: Iterations) -> Calls:
     enqueued: Mask = (flags & Flag.ENQUEUE) != 0
     waited = np.zeros(len(rows), dtype=np.bool_)
     if len(rows):
-        wait, at = _waits(records, rows)
+        wait, at = find_referring(data, records.numbers, Kind.WAIT, rows)
         _, wait_end_ns, wait_held_ns = _times(records, wait)
         np.maximum.at(end_ns, at, wait_end_ns)
         np.add.at(exposed_ns, at, np.where(data["thread"][wait] == iterations.thread, wait_held_ns, 0))
@@ -226,17 +225,6 @@ def _times(records: Records, rows: Int64Array) -> tuple[Int64Array, Int64Array, 
     # A call cannot hold its thread for longer than it lasted.
     held_ns = np.where(exposed_ns > 0, np.minimum(exposed_ns, length_ns.astype(np.uint64)).astype(np.int64), length_ns)
     return start_ns, end_ns, held_ns
-
-
-def _waits(records: Records, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Waits that complete one of these operations, and the index of the operation of each."""
-    data = records.data
-    wait = np.flatnonzero((data["kind"] == Kind.WAIT) & (data["ref"] > 0) & (data["ref"] <= _MAX_REF))
-    wanted = data["ref"][wait].astype(np.int64) - 1
-    numbers = records.numbers[rows]
-    at = np.minimum(np.searchsorted(numbers, wanted), len(rows) - 1)
-    matches = numbers[at] == wanted
-    return wait[matches], at[matches]
 
 
 def position_of(writer: WriterFiles) -> Position | None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from lens_auto.iteration.rule import Int64Array, Iterations, Mask
 from lens_auto.recorder.layout import Flag, Kind, Phase
+from lens_auto.recorder.read import find_referring
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -29,7 +30,6 @@ _MUTUAL = frozenset(
         *("monitored_barrier", "all_gather_object"),
     }
 )
-_MAX_REF = np.uint64(1 << 62)
 
 
 class Source(enum.IntEnum):
@@ -102,17 +102,11 @@ def _releases(records: Records, rows: Int64Array, thread: int) -> tuple[Int64Arr
     flags = data["flags"][rows]
     known: Mask = (flags & (Flag.FAILED | Flag.END_UNKNOWN)) == 0
     asynchronous = (flags & Flag.ASYNC) != 0
-    wait = np.flatnonzero(
-        (data["kind"] == Kind.WAIT) & (data["ref"] > 0) & (data["ref"] <= _MAX_REF) & (data["thread"] == thread)
-    )
+    wait, at = find_referring(data, records.numbers, Kind.WAIT, rows)
+    own = data["thread"][wait] == thread
+    np.maximum.at(release_ns, at[own], data["end_ns"][wait[own]].astype(np.int64))
     waited = np.zeros(len(rows), dtype=np.bool_)
-    if len(rows) and len(wait):
-        wanted = data["ref"][wait].astype(np.int64) - 1
-        numbers = records.numbers[rows]
-        at = np.minimum(np.searchsorted(numbers, wanted), len(rows) - 1)
-        matches = numbers[at] == wanted
-        np.maximum.at(release_ns, at[matches], data["end_ns"][wait[matches]].astype(np.int64))
-        waited[at[matches]] = True
+    waited[at[own]] = True
     return release_ns, known & (waited | ~asynchronous)
 
 

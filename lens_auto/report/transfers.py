@@ -14,6 +14,7 @@ import numpy as np
 
 from lens_auto.iteration.rule import Int64Array, Iterations, Mask
 from lens_auto.recorder.layout import Flag, Kind
+from lens_auto.recorder.read import find_referring
 from lens_auto.report.points import POINT_DTYPE, Source
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 # What names a transfer on both sides, beside the group: all ranks are global.
 _KEY = ("init", "sender", "receiver", "tag", "seq")
-_MAX_REF = np.uint64(1 << 62)
 _UNUSABLE = Flag.FAILED | Flag.AMBIGUOUS | Flag.FLIGHT | Flag.ENQUEUE
 NOBODY = -1
 
@@ -70,14 +70,9 @@ def _other_ends(records: Records, rows: Int64Array) -> tuple[Int64Array, Int64Ar
     """The rank at the other end of each, and its ordinal; those of any-source receives were told afterwards."""
     data = records.data
     peer, seq = data["peer"][rows].astype(np.int64), data["seq"][rows].astype(np.int64)
-    told = np.flatnonzero((data["kind"] == Kind.RECV_SOURCE) & (data["ref"] > 0) & (data["ref"] <= _MAX_REF))
-    if len(told) and len(rows):
-        wanted = data["ref"][told].astype(np.int64) - 1
-        at = np.minimum(np.searchsorted(records.numbers[rows], wanted), len(rows) - 1)
-        matches = records.numbers[rows][at] == wanted
-        told, at = told[matches], at[matches]
-        doubtful = (data["flags"][told] & Flag.AMBIGUOUS) != 0
-        peer[at], seq[at] = np.where(doubtful, NOBODY, data["peer"][told]), data["seq"][told]
+    told, at = find_referring(data, records.numbers, Kind.RECV_SOURCE, rows)
+    doubtful = (data["flags"][told] & Flag.AMBIGUOUS) != 0
+    peer[at], seq[at] = np.where(doubtful, NOBODY, data["peer"][told]), data["seq"][told]
     return peer, seq
 
 
@@ -88,15 +83,10 @@ def _held(records: Records, rows: Int64Array, thread: int) -> tuple[Int64Array, 
     begin_ns = np.where(asynchronous, -1, data["start_ns"][rows].astype(np.int64))
     end_ns = np.maximum(data["end_ns"][rows].astype(np.int64), begin_ns)
     by = rows.copy()
-    wait = np.flatnonzero(
-        (data["kind"] == Kind.WAIT) & (data["ref"] > 0) & (data["ref"] <= _MAX_REF) & (data["thread"] == thread)
-    )
-    if len(wait) and len(rows):
-        wanted = data["ref"][wait].astype(np.int64) - 1
-        at = np.minimum(np.searchsorted(records.numbers[rows], wanted), len(rows) - 1)
-        matches = (records.numbers[rows][at] == wanted) & ((data["flags"][wait] & _UNUSABLE) == 0)
-        wait, at = wait[matches][::-1], at[matches][::-1]  # of several waits the first stays
-        begin_ns[at], end_ns[at], by[at] = data["start_ns"][wait], data["end_ns"][wait], wait
+    wait, at = find_referring(data, records.numbers, Kind.WAIT, rows)
+    usable = (data["thread"][wait] == thread) & ((data["flags"][wait] & _UNUSABLE) == 0)
+    wait, at = wait[usable][::-1], at[usable][::-1]  # of several waits the first stays
+    begin_ns[at], end_ns[at], by[at] = data["start_ns"][wait], data["end_ns"][wait], wait
     return begin_ns, np.maximum(end_ns, begin_ns), by
 
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 REDUCER = "DistributedDataParallel"
 GATHERING_WRAPPERS = frozenset({"FullyShardedDataParallel", "fully_shard"})
 _OPERATIONS = (Kind.COLLECTIVE, Kind.SEND, Kind.RECV)
-_MAX_REF = np.uint64(1 << 62)
 _FEW = 0.1  # share of the operations that no event may be of
 PHASES = len(Phase)
 
