@@ -6,17 +6,21 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lens_auto import guard, state
 from lens_auto.settings import Settings
 
 if TYPE_CHECKING:  # every interpreter imports this file at its start: what only a rank needs is imported by the rank
+    from collections.abc import Iterator
+
     from lens_auto.iteration.carrier import Switch
     from lens_auto.iteration.live import LiveIterations
     from lens_auto.iteration.schedule import Schedule
@@ -412,6 +416,18 @@ def leaving() -> None:
         _housekeeper.store_ends()
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A model that is freed in the middle of the end can hang or die in its destructor: it is not for us to free it."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def close() -> None:
     """The process ends: stop recording, move everything to the run directory, say where it is (rank 0)."""
     global recorder, _closed, iterations
@@ -426,12 +442,17 @@ def close() -> None:
         except Exception as error:
             guard.failed("device", error)
         recorder = iterations = None
+    with _no_collection():
+        _finish(rank, _housekeeper)
+
+
+def _finish(rank: int, housekeeper: Housekeeper) -> None:
     try:
         from lens_auto.recorder import rundir
 
         current = configure()
-        place = _housekeeper.close(max(0.0, _exit_deadline() - time.monotonic()))
-        silent = current.quiet or (_housekeeper.exporting is not None and not _housekeeper.exporting.keeps_records)
+        place = housekeeper.close(max(0.0, _exit_deadline() - time.monotonic()))
+        silent = current.quiet or (housekeeper.exporting is not None and not housekeeper.exporting.keeps_records)
         if rank in (0, -1) and place is not None and not silent:
             print(
                 f"lens-auto: recorded; see it with: lens-auto report {rundir.shown(place)}", file=sys.stderr, flush=True

@@ -38,10 +38,11 @@ _TORCHS_OWN = re.compile(r"(\[rank\d+\]:)?\[?[WIE]\d{4} |\[Gloo\] |\*{5,}$|Setti
 # Put before a program: `run_ranks(main, n)` calls `main(rank)` in n ranks that share one import of torch. They end like
 # every child of multiprocessing, in os._exit, which also saves them seconds of taking torch down.
 RUN_RANKS = """
-import multiprocessing, os, sys
+import gc, multiprocessing, os, sys
 def _rank_main(main, rank, size):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     main(rank)
+    gc.freeze()  # a reducer that is freed while its group's last operation is put away can hang (torch 2.13)
 def run_ranks(main, size):
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=_rank_main, args=(main, rank, size)) for rank in range(size)]

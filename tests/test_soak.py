@@ -42,7 +42,8 @@ def main(rank):
     batches = iter(loader)
     states = []
     for iteration in range(iterations):
-        if iteration in (iterations // 5, iterations // 2):
+        # By the first of them a segment was full and copied, so that all buffers were used once.
+        if iteration in (2 * iterations // 5, 7 * iterations // 10):
             time.sleep(1.0)
             states.append(state())
         batch = next(batches, None)
