@@ -220,7 +220,8 @@ def check(plan: Plan, bare: dict[str, Any], lens: dict[str, Any]) -> None:
         for key in ("weights", "error", "errors", "children", "stale"):
             assert after["said"].get(key) == before["said"].get(key), shown
         assert said_beside_torch(after["stderr"]) == said_beside_torch(before["stderr"]), shown
-        assert ("TCPStore" in after["stderr"]) <= ("TCPStore" in before["stderr"]), shown
+        if 0 in plan.instrumented:  # else rank 0 may take the store away in the middle of a question (docs/limits.md)
+            assert ("TCPStore" in after["stderr"]) <= ("TCPStore" in before["stderr"]), shown
         if int(rank) in plan.instrumented and plan.carrier != "" and "carrier" in after["said"]:
             assert after["said"]["carrier"] == plan.carrier, shown
 
