@@ -161,12 +161,16 @@ def _explain(console: Console, wanted: list[Budget], found: dict[str, Measuremen
     line = f"{len(held)} of {len(held) + len(missed)} budgets are met"
     for each in missed:
         measured = found.get(each.name)
-        if verdict(each, measured) == "UNCLEAR":
-            line += f"; {each.name} cannot be told: run it again when the machine is quiet"
-        elif measured is not None and measured.value is not None and each.limit is not None:
-            line += f"; {each.name} by {quantity(measured.value - each.limit, each.unit)} too much"
-        else:
+        if measured is None or measured.value is None or each.limit is None:
             line += f"; {each.name} could not be measured"
+            continue
+        over = measured.value - each.limit
+        by = f"{quantity(abs(over), each.unit)} {'too much' if over > 0 else 'below'}"
+        if verdict(each, measured) == "UNCLEAR":
+            noise = quantity(measured.width, each.unit)
+            line += f"; {each.name} cannot be told, {by} in noise of {noise}: run it again when the machine is quiet"
+        else:
+            line += f"; {each.name} by {by}"
     console.print(f"\n{line}", style="bold red" if missed else "bold green", highlight=False)
 
 

@@ -125,6 +125,8 @@ def _finish_children(run_id: str) -> None:
         from lens_auto.recorder import finish, rundir
 
         key = rundir.safe_name(run_id)
+        if not finish.spooled_runs(key):
+            return
         for problem in finish.finish_dead(key=key):
             logger.warning("lens-auto: %s", problem)
         _wait_for_exporter(key)
