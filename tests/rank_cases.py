@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import random
@@ -91,7 +92,7 @@ def finish() -> None:
 
 
 def finish_ddp() -> None:
-    """A group that is taken down while its reducer's last all-reduce is put away can hang (torch 2.13)."""
+    """A group that a reducer takes down while its last operation is put away can hang (torch 2.13)."""
     dist.barrier()
     finish()
 
@@ -758,6 +759,7 @@ def become(rank: int, plan: dict[str, Any], folder: str) -> None:
         cases[plan["case"]](rank)
     if plan["real_end"]:
         sys.exit(0)
+    gc.freeze()  # no reducer is freed from here on: see `finish_ddp`
     atexit._run_exitfuncs()
     os._exit(0)
 
