@@ -438,7 +438,8 @@ def _bad_input() -> Iterator[None]:
     except (UnreadableFile, ValueError) as error:
         _fail(str(error))
     except OSError as error:
-        _fail(f"{error.filename or ''}: {error.strerror or error}; nothing is written")
+        where = "the output" if error.filename is None else error.filename
+        _fail(f"{where}: {error.strerror or error}; nothing is written")
 
 
 def _open(path: Path | None, command: str) -> tuple[RunDirectory, list[str]]:

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reports import summary_of
 from rich.console import Console
-from synthetic import MS, Writer, at, segment_header, train, write_run
+from synthetic import MS, WALL_0, Writer, at, segment_header, train, write_run
 
 from lens_auto.export import otlp_json
 from lens_auto.export.spans import run_spans
@@ -133,6 +133,28 @@ def test_a_rank_that_left_with_status_0_did_not_fail(tmp_path: Path) -> None:
     assert found.first_to_fail == 1
     assert [rank.state for rank in summary_of(run).ranks] == ["closed", "died"]
     assert summary_of(run).verdict.startswith("rank 1 died")
+
+
+def test_a_rank_that_an_exception_ended(tmp_path: Path) -> None:
+    """It closes like any other; the other rank died of it."""
+    failed, died = (dataclasses.replace(died_in_all_reduce()[1], rank=rank, pid=(1 << 30) + rank) for rank in (0, 1))
+    failed.closed = True
+    frames = ["/work/train.py:18 <module>"]
+    failure = {"type": "ValueError", "message": "bad \x1b[31msample", "frames": frames, "wall_ns": WALL_0}
+    failed.extra = {**failed.extra, "failure": failure}
+    found = summary_of(write_run(tmp_path, failed, died))
+    assert found.first_to_fail == 0
+    assert [rank.state for rank in found.ranks] == ["failed", "died"]
+    assert found.verdict.startswith(
+        r"rank 0 failed: ValueError: bad \x1b[31msample at train.py:18 <module>; rank 1 died"
+    )
+
+
+def test_records_that_were_lost_are_told(tmp_path: Path) -> None:
+    whole = summary_of(write_run(tmp_path / "whole", *died_in_all_reduce()))
+    writer = dataclasses.replace(died_in_all_reduce()[0], extra={"records": whole.ranks[0].records + 17})
+    (problem,) = summary_of(write_run(tmp_path / "cut", writer)).problems
+    assert problem.startswith(f"rank 0: 17 of its {whole.ranks[0].records + 17:,} records are missing")
 
 
 def test_nothing_but_garbage(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 HANG_FORMAT = "lens-hang"
 VERSION = 1
+_MISSING_NAMED = 10_000  # ranks that nobody saw and that are told one by one: a damaged file may tell of billions
 LONG_NS = 5_000_000_000  # what waits for less is no hang, unless the hang watch says so
 FROZEN_NS = 5_000_000_000  # without a heartbeat, of a process that is there
 _JSON_LIMIT_BYTES = 16 << 20
@@ -285,7 +287,7 @@ def load_states(run: RunDirectory) -> tuple[list[RankState], int, list[str]]:
             states.append(_from_report(report, path))
             world_size = max(world_size, int(report.get("world_size") or 0))
     if not any(state.rank < 0 for state in states):
-        states += [RankState(rank) for rank in range(world_size) if rank not in known]
+        states += islice((RankState(rank) for rank in range(world_size) if rank not in known), _MISSING_NAMED)
     _add_exits(run.path, states)
     states.sort(key=lambda state: state.rank)
     return states, world_size, [str(problem) for problem in run.problems]
@@ -1015,12 +1017,19 @@ def exit_words(found: dict[str, Any] | None) -> str:
 def failure_words(failure: dict[str, Any]) -> str:
     """`ValueError: bad loss at train.py:41`."""
     message = str(failure.get("message", "")).strip().splitlines()
-    text = f"{failure.get('type')}: {message[0][:200]}" if message else str(failure.get("type"))
+    text = str(failure.get("type"))
+    if message:
+        text += f": {_printable(message[0][:200])}{'…' if len(message[0]) > 200 else ''}"
     where = next((line for line in failure.get("frames") or [] if not _FOREIGN.search(line)), "")
     if not where:
         return text
     path, _, rest = where.rpartition(":")
     return f"{text} at {os.path.basename(path)}:{rest}"
+
+
+def _printable(text: str) -> str:
+    """A program's own words without what a terminal would obey."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _verdict(analysis: Analysis) -> str:

@@ -115,7 +115,27 @@ class SpanRun(RunDirectory):
                 "spans that a rank of a training job recorded are valid",
                 "nothing is read",
             )
-        return ranks
+        return self._of_one_run(ranks)
+
+    def _of_one_run(self, processes: list[_Process]) -> list[_Process]:
+        """Of several runs the one that began last. (Ranks that never met have a run id each, and are one run.)"""
+        runs: dict[str, list[_Process]] = {}
+        for process in processes:
+            runs.setdefault(str(process.resource.get(semconv.NEMO_RUN_ID, "")), []).append(process)
+        ranks = [{process.resource[semconv.DL_RANK] for process in of_run} for of_run in runs.values()]
+        if sum(map(len, ranks)) == len(set().union(*ranks)):
+            return processes
+        begun = {run: min(span.start_ns for each in of_run for span in each.spans) for run, of_run in runs.items()}
+        newest = max(begun, key=lambda run: begun[run])
+        self.problems.append(
+            UnreadableFile(
+                self.path,
+                f"{len(runs)} runs ({', '.join(sorted(runs))})",
+                "one run is told at a time",
+                f"only {newest}, which began last, is read",
+            )
+        )
+        return runs[newest]
 
 
 _WHO = (semconv.DL_RANK, semconv.HOST_NAME)
@@ -183,7 +203,7 @@ class _SpanWriter(WriterFiles):
                 torch=None,
                 python=None,
                 iteration_optimizer=None,
-                records=len(spans),
+                records=0,  # how many there were, nobody told
                 dropped=dropped if isinstance(dropped, int) else 0,
                 hooks_off={},
                 hook_faults=0,

@@ -40,6 +40,10 @@ PHASES = (
 _MISSING_NAMED = 1000
 
 
+FAILED = "failed"
+_ENDED = ("died", "exception", "exited")  # causes of ranks that wait which are the end of another
+
+
 @dataclass
 class IterationTimes:
     """Iteration times without evaluation and checkpoints, ns. None where there is no iteration."""
@@ -69,7 +73,7 @@ class RankSummary:
     rank: int
     host: str
     pid: int
-    state: str  # closed, running, died, unknown
+    state: str  # closed, failed (closed, by an exception or with a status other than 0), running, died, unknown
     phase: str | None  # last seen in; None where it closed
     phase_iteration: int | None
     phase_since_ns: int | None
@@ -111,8 +115,9 @@ class Summary:
     world_size: int
     missing_count: int
     missing_ranks: list[int]  # the first thousand
-    first_to_fail: int | None  # where several ranks died, and it can be told
+    first_to_fail: int | None  # where a rank failed or several died, and it can be told
     first_end: str  # how that one ended, in words
+    hang: str  # who waits for whom, where ranks hang or hung until they were ended
     ranks: list[RankSummary]
     iterations: IterationTimes
     phase_share: dict[str, float]
@@ -164,7 +169,7 @@ def summarize(run: RunDirectory, loaded: Sequence[LoadedWriter], problems: Itera
     spent = goodput(tries)
     again = restarts(spent)
     found = [*analysis.findings, *([again] if again is not None else [])]
-    first, first_end = _first_to_fail(run, ranks)
+    first, first_end, hang = _ends(run, ranks)
     summary = Summary(
         verdict="",
         findings=sorted(found, key=lambda each: -each.effect),
@@ -176,6 +181,7 @@ def summarize(run: RunDirectory, loaded: Sequence[LoadedWriter], problems: Itera
         missing_ranks=missing,
         first_to_fail=first,
         first_end=first_end,
+        hang=hang,
         ranks=ranks,
         iterations=IterationTimes.of(training_ns, total_ns),
         phase_share=_shares(sum((each.iterations.phase_ns.sum(axis=0) for each in loaded), np.zeros(len(Phase)))),
@@ -189,19 +195,39 @@ def summarize(run: RunDirectory, loaded: Sequence[LoadedWriter], problems: Itera
         records=sum(rank.records for rank in ranks),
         dropped=sum(rank.dropped for rank in ranks),
         mispredicted=sum(rank.mispredicted for rank in ranks),
-        problems=[*problems, *(str(problem) for problem in run.problems)],
+        problems=[*problems, *(str(problem) for problem in run.problems), *map(_lost, filter(_lost, loaded))],
     )
     summary.verdict = verdict(summary)
     return summary
 
 
-def _first_to_fail(run: RunDirectory, ranks: Sequence[RankSummary]) -> tuple[int | None, str]:
-    """Which rank pulled the others down, and how it ended; None where at most one died."""
-    if sum(rank.state == Status.DIED.value for rank in ranks) < 2 or not isinstance(run, RunDirectory):
-        return None, ""
+def _lost(loaded: LoadedWriter) -> str:
+    """Records that a writer that closed counted, and that are nowhere; empty where none is missing."""
+    writer = loaded.writer
+    lost = writer.info.records - loaded.records - loaded.holes - loaded.damaged - writer.dropped
+    if writer.status is not Status.CLOSED or lost <= 0:
+        return ""
+    return (
+        f"rank {writer.info.rank}: {lost:,} of its {writer.info.records:,} records are missing; files were cut or lost"
+    )
+
+
+def _ends(run: RunDirectory, ranks: Sequence[RankSummary]) -> tuple[int | None, str, str]:
+    """Which rank pulled the others down, how it ended, and who hangs; ranks that closed and failed get that state."""
+    if not ranks or not isinstance(run, RunDirectory):
+        return None, "", ""
     found = examine(run)
-    first = found.first_to_fail
-    return first, "" if first is None else found.ends[first].words
+    seen = {(state.rank, state.pid): found.ends[state.rank] for state in found.analysis.ranks}
+    for each in ranks:
+        end = seen.get((each.rank, each.pid))
+        if each.state == Status.CLOSED.value and end is not None and end.kind in ("exception", "exit", "signal"):
+            each.state = FAILED
+    bad = [rank for rank in ranks if rank.state in (Status.DIED.value, FAILED)]
+    first = found.first_to_fail if len(bad) > 1 or any(rank.state == FAILED for rank in bad) else None
+    culprit = found.analysis.culprit
+    hangs = any(state.hang is not None or state.state == "running" for state in found.analysis.ranks)
+    hang = found.analysis.verdict if hangs and culprit is not None and culprit.cause not in _ENDED else ""
+    return first, "" if first is None else found.ends[first].words, hang
 
 
 def _compare(tries: list[list[LoadedWriter]]) -> Analysis:
@@ -315,12 +341,19 @@ def _progress_parts(summary: Summary) -> list[str]:
 def _troubles(summary: Summary) -> list[str]:
     found = []
     died = [rank for rank in summary.ranks if rank.state == Status.DIED.value]
-    if len(died) == 1 or (died and len({_place(rank) for rank in died}) == 1):
+    failed = [rank.rank for rank in summary.ranks if rank.state == FAILED]
+    if summary.first_to_fail in failed:
+        found.append(f"rank {summary.first_to_fail} failed: {summary.first_end}")
+    if summary.hang:
+        if died:
+            found.append(f"{named([rank.rank for rank in died])} died")
+        found.append(summary.hang)
+    elif len(died) == 1 or (died and len({_place(rank) for rank in died}) == 1):
         found.append(f"{named([rank.rank for rank in died])} died in {_place(died[0])}")
     elif died:
         first = next((rank for rank in died if rank.rank == summary.first_to_fail), died[0])
         found.append(f"{named([rank.rank for rank in died])} died, rank {first.rank} in {_place(first)}")
-    if summary.first_to_fail is not None:
+    if summary.first_to_fail is not None and summary.first_to_fail not in failed:
         found.append(f"the first to fail was rank {summary.first_to_fail}: {summary.first_end}")
     if summary.missing_count:
         more = "" if len(summary.missing_ranks) == summary.missing_count else " and more"

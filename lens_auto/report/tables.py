@@ -100,6 +100,8 @@ class Tables:
                 self._connection.register(name, make())
         try:
             found = self._connection.execute(text)
+            if found is None:
+                raise BadQuery("the query cannot be run: there is no statement in it")
             names = [str(column[0]) for column in found.description or ()]
             return names, found.fetchall()
         except self._duckdb.Error as error:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lens_auto.recorder.read import Status
-from lens_auto.report.summary import PHASES, OperationSummary, RankSummary, Summary
+from lens_auto.report.summary import FAILED, PHASES, OperationSummary, RankSummary, Summary
 from lens_auto.report.words import duration, named, rate, size
 
 if TYPE_CHECKING:
@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 # Beyond this many ranks only those that did not close and the first few are shown.
 _RANKS_SHOWN = 32
 _PLAIN_WIDTH = 200
-_STYLES = {Status.DIED.value: "bold red", Status.RUNNING.value: "green", Status.UNKNOWN.value: "yellow"}
+_STYLES = {
+    **dict.fromkeys((Status.DIED.value, FAILED), "bold red"),
+    Status.RUNNING.value: "green",
+    Status.UNKNOWN.value: "yellow",
+}
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -31,7 +35,9 @@ def console(*, stderr: bool = False) -> Console:
 
 def render(summary: Summary, out: Console) -> None:
     """Print the report, the verdict first."""
-    bad = bool(summary.missing_count or summary.dropped or any(r.state == Status.DIED.value for r in summary.ranks))
+    bad = bool(
+        summary.missing_count or summary.dropped or any(r.state in (Status.DIED.value, FAILED) for r in summary.ranks)
+    )
     out.print(Text(summary.verdict, style="bold red" if bad else "bold"), soft_wrap=True)
     for other in summary.findings[1:]:
         out.print(Text(f"also: {other.headline}; try: {other.advice}"), soft_wrap=True)
