@@ -444,21 +444,19 @@ def close() -> None:
         except Exception as error:
             guard.failed("device", error)
         recorder = iterations = None
-    with _no_collection():
-        _finish(rank, _housekeeper)
-
-
-def _finish(rank: int, housekeeper: Housekeeper) -> None:
     try:
-        from lens_auto.recorder import rundir
-
-        current = configure()
-        place = housekeeper.close(max(0.0, _exit_deadline() - time.monotonic()))
-        silent = current.quiet or (housekeeper.exporting is not None and not housekeeper.exporting.keeps_records)
-        if rank in (0, -1) and place is not None and not silent:
-            print(
-                f"lens-auto: recorded; see it with: lens-auto report {rundir.shown(place)}", file=sys.stderr, flush=True
-            )
+        with _no_collection():
+            _finish(rank, _housekeeper)
     except Exception as error:
         guard.failed("close", error)
         guard.tell(f"the records could not be closed ({error}); `lens-auto report` can still read them")
+
+
+def _finish(rank: int, housekeeper: Housekeeper) -> None:
+    from lens_auto.recorder import rundir
+
+    current = configure()
+    place = housekeeper.close(max(0.0, _exit_deadline() - time.monotonic()))
+    silent = current.quiet or (housekeeper.exporting is not None and not housekeeper.exporting.keeps_records)
+    if rank in (0, -1) and place is not None and not silent:
+        print(f"lens-auto: recorded; see it with: lens-auto report {rundir.shown(place)}", file=sys.stderr, flush=True)

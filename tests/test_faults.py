@@ -24,6 +24,7 @@ SLOWER_S = 20.0
 OF_A_LIFE = (
     "lens_auto.runtime._make_recorder",
     "lens_auto.runtime.initialized",
+    "lens_auto.runtime._finish",
     "lens_auto.recorder.housekeeper.Housekeeper.close",
     "lens_auto.iteration.agreement.Agreement.step",
 )

@@ -134,7 +134,7 @@ class Housekeeper:
             pause_s = TICK_S
             try:
                 self.tick()
-                pause_s = self._pause_s()
+                pause_s = float(self._pause_s())
             except Exception as error:
                 guard.failed("housekeeper", error)
             self.recorder.wake.wait(pause_s)
