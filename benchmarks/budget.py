@@ -48,12 +48,11 @@ BUDGETS: tuple[Budget, ...] = (
     Budget("hook-off", "a hook, its group and the hang watch off, over the bare call", 0.15, "us"),
     Budget(
         "hook-watch",
-        "a hook on a collective, its group off, the hang watch on (default), over the bare call, where packing a record"
-        " takes 0.34 us",
+        "a hook on a collective, its group off, the hang watch on (default), over the bare call",
         1.5,
         "us",
     ),
-    Budget("hook-on", "a hook on a collective, its group on, over the bare call, at that speed", 3.0, "us"),
+    Budget("hook-on", "a hook on a collective, its group on, over the bare call", 3.0, "us"),
     Budget("hook-vs-span", "the same, over an SDK span's start and end (5 attributes, no-op processor)", 1 / 7, "x"),
     Budget(
         "wait-watch",
