@@ -53,7 +53,7 @@ def run_both(launch: Launcher, how: str, timeout_s: float = 240) -> tuple[list[A
     return found[0], found[1]
 
 
-def check_hooks(bare: list[Any], ranks: list[Any], at_least: int) -> None:
+def check_hooks(bare: list[Any], ranks: list[Any], at_least: int, off_at_least: int) -> None:
     for before, now in zip(bare, ranks, strict=True):
         assert now["problems"] == []
         assert now["expected"] == before["expected"]
@@ -70,19 +70,19 @@ def check_hooks(bare: list[Any], ranks: list[Any], at_least: int) -> None:
     off = {fault for fault in faults if ranks[0]["off"][fault]}
     # A sleep is no failure; most others are, and often enough within one iteration.
     assert not [fault for fault in off if fault.endswith(":sleep")]
-    assert len(off) > 0.4 * at_least
+    assert len(off) > off_at_least
 
 
 @pytest.mark.timeout(300)
 def test_any_function_that_a_hook_calls(launch: Launcher) -> None:
     """It raises; what else it may do: below."""
-    check_hooks(*run_both(launch, "each"), at_least=100)
+    check_hooks(*run_both(launch, "each"), at_least=100, off_at_least=50)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_any_function_in_all_hooks(launch: Launcher) -> None:
-    check_hooks(*run_both(launch, "wide", 800), at_least=300)
+    check_hooks(*run_both(launch, "wide", 800), at_least=300, off_at_least=120)
 
 
 def check_lives(launch: Launcher, modes: tuple[str, ...], only: tuple[str, ...], timeout_s: float) -> int:

@@ -195,7 +195,7 @@ def summarize(run: RunDirectory, loaded: Sequence[LoadedWriter], problems: Itera
         records=sum(rank.records for rank in ranks),
         dropped=sum(rank.dropped for rank in ranks),
         mispredicted=sum(rank.mispredicted for rank in ranks),
-        problems=[*problems, *(str(problem) for problem in run.problems), *map(_lost, filter(_lost, loaded))],
+        problems=[*problems, *(str(problem) for problem in run.problems), *filter(None, map(_lost, loaded))],
     )
     summary.verdict = verdict(summary)
     return summary
@@ -225,7 +225,7 @@ def _ends(run: RunDirectory, ranks: Sequence[RankSummary]) -> tuple[int | None, 
     bad = [rank for rank in ranks if rank.state in (Status.DIED.value, FAILED)]
     first = found.first_to_fail if len(bad) > 1 or any(rank.state == FAILED for rank in bad) else None
     culprit = found.analysis.culprit
-    hangs = any(state.hang is not None or state.state == "running" for state in found.analysis.ranks)
+    hangs = any(state.hang is not None or state.state == Status.RUNNING.value for state in found.analysis.ranks)
     hang = found.analysis.verdict if hangs and culprit is not None and culprit.cause not in _ENDED else ""
     return first, "" if first is None else found.ends[first].words, hang
 
