@@ -146,10 +146,10 @@ def _table(wanted: list[Budget], found: dict[str, Measurement]) -> Table:
 
 
 def _explain(console: Console, wanted: list[Budget], found: dict[str, Measurement]) -> None:
-    """The profiles of what was missed, and one line that says how it went."""
+    """Where the time goes, of all rows that tell, and one line that says how it went."""
     missed = [each for each in wanted if verdict(each, found.get(each.name)) in FAILURES]
     shown: list[list[str]] = []
-    for each in missed:
+    for each in wanted:
         measured = found.get(each.name)
         if measured is None or not measured.profile or measured.profile in shown:
             continue
