@@ -46,5 +46,8 @@ def check(title: str, file: str, environments: Environments, folder: Path) -> Ro
     text = output.read_text(errors="replace")
     passed = _PASSED.search(text)
     if status != 0 or passed is None:
+        for line in text.splitlines():
+            if line.startswith(("FAILED ", "ERROR ", "E   ")):
+                print(f"    {line}", file=sys.stderr)
         return Row(title, version, problem=(text.strip().splitlines() or [f"exit status {status}"])[-1])
     return Row(title, version, bare="-", instrumented=f"{passed[1]} tests pass, each beside a bare run")

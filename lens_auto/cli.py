@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from lens_auto.report.words import counted
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -293,6 +295,9 @@ def export(
     if to == "otlp":
         _send(run_dir, "export", endpoint, protocol)
         return
+    for option, value in (("--endpoint", endpoint), ("--protocol", protocol)):
+        if value is not None:
+            _fail(f"{option} {value!r} goes with --to otlp, this is --to {to}; nothing is exported")
     from lens_auto.export import encoder, output
     from lens_auto.export.spans import run_spans
     from lens_auto.report.services import trace_lines
@@ -318,7 +323,7 @@ def export(
     if damaged:
         _say(_damaged(damaged))
     if path not in (None, "-"):
-        _say(f"{count:,} spans of {len(run.writers)} rank{'' if len(run.writers) == 1 else 's'} written to {path}")
+        _say(f"{counted(count, 'span')} of {counted(len(run.writers), 'rank')} written to {path}")
 
 
 @app.command()
@@ -341,7 +346,7 @@ def _send(run_dir: Path | None, command: str, endpoint: str | None, protocol: st
                 raise typer.Exit(1) from None
     for problem in (*problems, *run.problems):
         _say(str(problem))
-    notes = [f"{done.spans:,} spans sent"]
+    notes = [f"{counted(done.spans, 'span')} sent"]
     if done.not_sampled:
         notes.append(f"{done.not_sampled:,} left out by the sampler")
     if done.running:
@@ -352,7 +357,7 @@ def _send(run_dir: Path | None, command: str, endpoint: str | None, protocol: st
 
 
 def _damaged(lines: int) -> str:
-    return f"{lines:,} damaged line{'' if lines == 1 else 's'} in the files of programs left out"
+    return f"{counted(lines, 'damaged line')} in the files of programs left out"
 
 
 @app.command()
@@ -367,7 +372,7 @@ def collect(
 
     with _bad_input():
         copied, there = merge(parts, to_directory)
-    _say(f"{copied} ranks copied to {to_directory}" + (f", {there} were there already" if there else ""))
+    _say(f"{counted(copied, 'rank')} copied to {to_directory}" + (f", {there} were there already" if there else ""))
 
 
 @app.command()
@@ -394,7 +399,7 @@ def groups(
         if not any(writer.status is Status.RUNNING for writer in run.writers):
             _fail(f"no rank of {run_dir} is running on this host; nothing is switched")
         write_request(str(run_dir), wanted, for_iterations)
-    lasting = "" if for_iterations is None else f", for {for_iterations} iterations"
+    lasting = "" if for_iterations is None else f", for {counted(for_iterations, 'iteration')}"
     _say(f"rank 0 was asked to switch to {', '.join(sorted(wanted))}{lasting}; it does so a few iterations ahead")
 
 

@@ -944,6 +944,16 @@ class Receiver:
                 raise TimeoutError(f"{self._desk.items['traces']} of {count} spans after {timeout_s} s")
         return self.spans()
 
+    def wait_until_alone(self, timeout_s: float = 10.0) -> None:
+        """Wait until every client has gone: what one that was killed left on its way is then never stored.
+
+        Raises:
+            TimeoutError: some are still there; it says how many.
+        """
+        with self._desk.changed:
+            if not self._desk.changed.wait_for(lambda: not self._desk.attached, timeout_s):
+                raise TimeoutError(f"{len(self._desk.attached)} clients are still connected after {timeout_s} s")
+
     # Faults.
 
     @property

@@ -46,9 +46,18 @@ class Case:
         assert ended.code == 0, self.node.log()
         return ended
 
+    def hold(self) -> None:
+        """The batch on its way takes long from here on, and what was accepted before it is written down."""
+        self.receiver.slow(0.02)
+        self.wait_until_written()
+
+    def wait_until_written(self) -> None:
+        wait_until(lambda: sum(each.sent for each in self.node.progress()) == len(self.receiver.spans()))
+
     def kill(self) -> None:
         assert self.exporter is not None
         self.exporter.kill()
+        self.receiver.wait_until_alone()
 
     def wait_for_failure(self) -> None:
         wait_until(lambda: "were not accepted" in self.node.log())
@@ -255,7 +264,7 @@ def test_killed_in_the_middle_of_a_batch(cases: Maker) -> None:
 
     def kill(case: Case) -> None:
         case.receiver.wait_for(1)
-        time.sleep(0.3)  # what was taken is written down, the next batch takes longer
+        case.hold()
         case.kill()
 
     at_once(kill, made)
@@ -281,8 +290,8 @@ def test_killed_again_and_again_while_nobody_answers(cases: Maker) -> None:
             case.receiver.slow(0.001)
             case.start()
         at_once(leave, made)
-        time.sleep(0.3)
         for case in made:
+            case.wait_until_written()
             case.kill()
             case.check()
             assert 0 < case.node.kept() < len(case.recorded)
@@ -343,9 +352,11 @@ def test_a_rank_starts_another(cases: Maker, monkeypatch: pytest.MonkeyPatch) ->
         keeper.look()
         (process,) = launch._started[-1:]
         if killed < 2 and len(case.receiver.spans()) > killed * BATCH_SPANS:
-            time.sleep(0.2)  # what was taken is written down
+            case.hold()
             process.kill()
             process.wait(5)
+            case.receiver.wait_until_alone()
+            case.receiver.slow(0.001)
             killed += 1
         time.sleep(0.05)
     assert killed == 2

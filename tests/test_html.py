@@ -161,6 +161,7 @@ def test_the_command(tmp_path: Path) -> None:
     for wanted, said in (
         ("x", "--iterations 'x'; numbers separated by commas are valid"),
         ("99", "iteration 99 is not"),
+        ("0,1,2,3,4,5,6", "7 iterations are more than the 6 that a page shows; nothing is written"),
     ):
         done = command(str(run_dir), "-o", str(tmp_path / "none.html"), "--iterations", wanted)
         assert done.returncode == 2

@@ -62,9 +62,19 @@ def test_a_run(tmp_path: Path, cut: bool) -> None:
         assert files.strings == ["", *written.strings]
         assert files.string(1) == "init_process_group"
         assert files.string(0) == ""
-        assert files.string(4000) == "<4000>"
         assert files.status is Status.CLOSED
     assert run.problems == []
+
+
+def test_a_string_that_is_missing_is_told_once(tmp_path: Path) -> None:
+    writer = train(Writer())
+    run = RunDirectory(write_run(tmp_path / "run", writer))
+    (files,) = run.writers
+    assert [files.string(number) for number in (1, 40, 41)] == [writer.strings[0], "<40>", "<41>"]
+    (problem,) = run.problems
+    assert one_line(problem).endswith(
+        f"strings: {len(writer.strings)} strings, and there are records that name number 40; names are shown as numbers"
+    )
 
 
 def test_writer_info(tmp_path: Path) -> None:

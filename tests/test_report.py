@@ -383,6 +383,10 @@ def test_bad_options(tmp_path: Path) -> None:
     done = command("export", run, "--to", "xml")
     assert done.returncode == 2
     assert done.stderr == "lens-auto: 'xml' is no form of export; valid: otlp-json, console, perfetto, otlp\n"
+    done = command("export", run, "--protocol", "grpc")
+    assert done.returncode == 2
+    said = "lens-auto: --protocol 'grpc' goes with --to otlp, this is --to otlp-json; nothing is exported\n"
+    assert done.stderr == said
     done = command("export", run, "-o", str(tmp_path / "none" / "file"))
     assert done.returncode == 2
     assert done.stderr == f"lens-auto: {tmp_path}/none/file: No such file or directory; nothing is written\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pty
@@ -129,9 +130,9 @@ def died_in(phase: Phase, **slot: Any) -> Writer:
     return writer
 
 
-def text_of(look: Look, most: int = 100) -> list[str]:
+def text_of(look: Look, most: int = 100, width: int = 200) -> list[str]:
     with open(os.devnull, "w") as nowhere:
-        out = Console(record=True, width=200, file=nowhere)
+        out = Console(record=True, width=width, file=nowhere)
         out.print(table_of(look, most))
         return out.export_text().splitlines()
 
@@ -198,6 +199,17 @@ def test_many_ranks_show_those_that_are_behind(tmp_path: Path) -> None:
     lines = text_of(look, 10)
     assert lines[2].split()[0] == "77"
     assert lines[-1] == "90 more ranks"
+
+
+@pytest.mark.parametrize(
+    ("width", "last"), [(140, "process"), (105, "sign of life"), (92, "for")], ids=["wide", "less wide", "narrow"]
+)
+def test_a_narrow_terminal_has_less_columns(width: int, last: str) -> None:
+    rank = dataclasses.replace(running(0, 1_000, 2_000_000_000), operation="all_reduce", group="tensor", seq=123_456)
+    lines = text_of(Look("d", "r", "now", 1, [rank], []), width=width)
+    assert lines[1].rstrip().endswith(last)
+    assert "all_reduce #123456 on group tensor" in lines[2]
+    assert len(lines) == 3
 
 
 def test_no_run(tmp_path: Path) -> None:

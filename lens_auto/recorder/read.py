@@ -45,6 +45,7 @@ _JSON_LIMIT_BYTES = 4 << 20
 _STRINGS_LIMIT_BYTES = 256 << 20
 _READ_ATTEMPTS = 20
 _SHOWN_CHARACTERS = 60
+_UNNAMED = "names are shown as numbers"
 _SEGMENT_FILE = re.compile(r"(\d{8,10})\.seg")
 _FIELD_TYPE = re.compile(r"[<|]?([ui][1248])")
 
@@ -431,17 +432,16 @@ def read_strings(path: str | Path) -> list[str]:
         UnreadableFile: it is no strings file of this version.
     """
     place = Path(path)
-    consequence = "names are shown as numbers"
-    lines = _read_whole(place, _STRINGS_LIMIT_BYTES, consequence).split(b"\n")
+    lines = _read_whole(place, _STRINGS_LIMIT_BYTES, _UNNAMED).split(b"\n")
     valid = f'a first line with "format": "{layout.STRINGS_FORMAT}" is valid'
     try:
         head = orjson.loads(lines[0])
     except ValueError:
         head = None
     if not isinstance(head, dict) or head.get("format") != layout.STRINGS_FORMAT:
-        raise UnreadableFile(place, "not a strings file" if lines[0] else "empty", valid, consequence)
+        raise UnreadableFile(place, "not a strings file" if lines[0] else "empty", valid, _UNNAMED)
     if head.get("version") != FORMAT_VERSION:
-        raise UnreadableFile(place, f"version {_shown(head.get('version'))}", _knows_versions(), consequence)
+        raise UnreadableFile(place, f"version {_shown(head.get('version'))}", _knows_versions(), _UNNAMED)
     # What follows the last line feed is being written, or was when the writer died: no record names it yet.
     return ["", *map(_string, lines[1:-1])]
 
@@ -667,6 +667,7 @@ class WriterFiles:
         self.folders = folders
         self.info = info
         self._problems = problems
+        self._lacks_strings = False
 
     def __repr__(self) -> str:
         return f"WriterFiles({self.name!r}, rank={self.info.rank}, status={self.status.value!r})"
@@ -727,8 +728,14 @@ class WriterFiles:
         return max(self.info.dropped, self.live.dropped if self.live is not None else 0)
 
     def string(self, number: int) -> str:
-        """The string of an id; a number in angle brackets where the strings file lacks it."""
-        return self.strings[number] if 0 <= number < len(self.strings) else f"<{number}>"
+        """The string of an id; a number in angle brackets where the strings file lacks it, which is told once."""
+        if 0 <= number < len(self.strings):
+            return self.strings[number]
+        if not self._lacks_strings and len(self.strings) > 1 and self.status is not Status.RUNNING:
+            self._lacks_strings = True
+            found = f"{len(self.strings) - 1:,} strings, and there are records that name number {number:,}"
+            self._problems.append(UnreadableFile(self.folders[0] / layout.STRINGS_NAME, found, "", _UNNAMED))
+        return f"<{number}>"
 
     def records(self, first_segment: int = 0, segments: int | None = None) -> Records:
         """Read all committed records. Segments that cannot be read are skipped and noted in the run's problems.

@@ -17,7 +17,7 @@ from lens_auto.recorder.layout import Phase
 from lens_auto.report import statistics
 from lens_auto.report.match import attempts, match
 from lens_auto.report.verdicts import MIN_ITERATIONS, Analysis, Judge, analyze, phase_name, without_warm_up
-from lens_auto.report.words import duration, percent
+from lens_auto.report.words import counted, duration, percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -122,7 +122,7 @@ def compare(a: tuple[str, str, Sequence[LoadedWriter]], b: tuple[str, str, Seque
     notes = []
     by_rank = []
     if first.ranks != second.ranks:
-        notes.append(f"a has {first.ranks} ranks, b has {second.ranks}: ranks are not compared one by one")
+        notes.append(f"a has {counted(first.ranks, 'rank')}, b has {second.ranks}: ranks are not compared one by one")
     else:
         names = list(dict.fromkeys([*first.by_rank, *second.by_rank]))
         by_rank = [_part(name, *_both(name, first.by_rank, second.by_rank, taken), scale) for name in names]
@@ -163,7 +163,8 @@ def _take_apart(run_dir: str, writers: Sequence[LoadedWriter]) -> _Taken:
     if matched is None or len(matched.iteration) < MIN_ITERATIONS:
         count = 0 if matched is None else len(matched.iteration)
         raise TooShort(
-            f"{run_dir}: {count} iterations to compare; at least {MIN_ITERATIONS} are needed; nothing is compared"
+            f"{run_dir}: {counted(count, 'iteration')} to compare; at least {MIN_ITERATIONS} are needed; nothing is"
+            " compared"
         )
     analysis = analyze(matched)
     matched = without_warm_up(matched)[0]
@@ -235,7 +236,7 @@ def render(found: Comparison, out: Any) -> None:
 
     out.print(Text(found.verdict, style="bold"), soft_wrap=True)
     for name, run in (("a", found.a), ("b", found.b)):
-        compared = f"{run.iterations:,} iterations on {run.ranks} ranks compared"
+        compared = f"{counted(run.iterations, 'iteration')} on {counted(run.ranks, 'rank')} compared"
         out.print(Text(f"{name}: run {run.run_id} in {run.run_dir}, {compared}", style="dim"), soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("part of an iteration")

@@ -10,7 +10,7 @@ import numpy as np
 
 from lens_auto.recorder.layout import Phase
 from lens_auto.report.verdicts import MIN_EFFECT, Finding
-from lens_auto.report.words import long_duration, percent, span
+from lens_auto.report.words import counted, long_duration, percent, span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,7 +96,7 @@ def restarts(found: Goodput | None) -> Finding | None:
         of_ns=found.wall_ns,
         iterations=0,
         arrival="none",
-        headline=f"the ranks were started again {times} time{'' if times == 1 else 's'}; that costs {percent(effect)}"
+        headline=f"the ranks were started again {counted(times, 'time')}; that costs {percent(effect)}"
         f" of the time ({span(found.between_ns, found.wall_ns)}), goodput {percent(found.goodput)}{again}",
         advice="see how they ended (lens-auto postmortem); a start-up that loads less, and checkpoints closer together",
         details=details,

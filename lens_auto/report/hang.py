@@ -24,7 +24,7 @@ from lens_auto.recorder import c10d, layout
 from lens_auto.recorder.hang import PHASE_OPERATIONS, RANK_FORMAT, expand, iso
 from lens_auto.recorder.layout import Phase
 from lens_auto.recorder.read import RunDirectory, Status, UnreadableFile, WriterFiles
-from lens_auto.report.words import duration, named
+from lens_auto.report.words import counted, duration, named
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,6 +64,8 @@ _CONSEQUENCE = re.compile(
     r"|communicator was aborted|Connection refused|failed to recv|failed to connect|Read error|Write error",
     re.IGNORECASE,
 )
+# How gloo says that what a peer sent does not fit (gloo/transport/tcp/pair.cc): the bytes that came, those expected.
+_OTHER_SIZE = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _PHASE_WORDS = {
     "data_loading": "DataLoader.__next__",
     "backward": "backward",
@@ -748,7 +750,7 @@ class _Blame:
         if not waiting or len(self._states) + len(self._nameless) >= self._world_size:
             return []
         missing = self._world_size - len(self._states) - len(self._nameless)
-        doing = f"{missing} of {self._world_size} ranks never reached init_process_group"
+        doing = f"{missing} of {counted(self._world_size, 'rank')} never reached init_process_group"
         return [Culprit(None, "not_started", "init_process_group", None, None, None, None, doing, [])]
 
     def _is_there(self, rank: int, point: _Point) -> bool:
@@ -1021,10 +1023,13 @@ def failure_words(failure: dict[str, Any]) -> str:
     if message:
         text += f": {_printable(message[0][:200])}{'…' if len(message[0]) > 200 else ''}"
     where = next((line for line in failure.get("frames") or [] if not _FOREIGN.search(line)), "")
-    if not where:
-        return text
-    path, _, rest = where.rpartition(":")
-    return f"{text} at {os.path.basename(path)}:{rest}"
+    if where:
+        path, _, rest = where.rpartition(":")
+        text += f" at {os.path.basename(path)}:{rest}"
+    met = _OTHER_SIZE.search(str(failure.get("message", "")))
+    if met is not None:
+        text += f" ({met[1]} bytes came from a rank where {met[2]} were due: the two were in different operations)"
+    return text
 
 
 def _printable(text: str) -> str:

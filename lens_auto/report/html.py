@@ -189,10 +189,14 @@ def _chosen(matched: Matched, iterations: Sequence[int] | None) -> list[tuple[st
     """Iterations to draw, each with why."""
     common = min((len(each.iterations) for each in matched.writers), default=0)
     if iterations is not None:
+        if len(iterations) > _CHOSEN:
+            raise ValueError(
+                f"{len(iterations)} iterations are more than the {_CHOSEN} that a page shows; nothing is written"
+            )
         for number in iterations:
             if not 0 <= number < common:
                 raise ValueError(f"iteration {number} is not in this run; all ranks have 0 to {common - 1}")
-        return [(f"iteration {number}", number) for number in list(iterations)[:_CHOSEN]]
+        return [(f"iteration {number}", number) for number in iterations]
     calm = without_warm_up(matched)[0]
     if not len(calm.iteration):
         return [("the first iteration", 0)] if common else []

@@ -20,7 +20,7 @@ from lens_auto.report.hang import (
     judge,
     load_states,
 )
-from lens_auto.report.words import named
+from lens_auto.report.words import counted, named
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -160,13 +160,17 @@ def _verdict(found: Postmortem, states: list[RankState]) -> str:
         return text
     running = sum(end.kind == "running" for end in found.ends.values())
     if running:
-        return f"{running} of {len(states)} ranks are running; nothing has failed"
+        return (
+            f"{running} of {counted(len(states), 'rank')} {'is' if running == 1 else 'are'} running; nothing has failed"
+        )
     unseen = [state.rank for state in states if found.ends[state.rank].kind in ("missing", "unknown")]
     if unseen and len(unseen) < len(states):
         return f"how {named(unseen)} ended is not known; all others ended without an error"
     if unseen:
-        return "how the ranks ended is not known"
-    return "all ranks ended without an error" if states else "no rank recorded anything"
+        return f"how {named(unseen)} ended is not known"
+    if not states:
+        return "no rank recorded anything"
+    return f"{'all ranks' if len(states) > 1 else named([states[0].rank])} ended without an error"
 
 
 # --- for a terminal ---------------------------------------------------------------------------------------------------

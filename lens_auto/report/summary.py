@@ -17,7 +17,7 @@ from lens_auto.report.match import attempts, match
 from lens_auto.report.postmortem import examine
 from lens_auto.report.services import ProgramSummary, find_programs
 from lens_auto.report.verdicts import Analysis, Finding, WhatIf, analyze
-from lens_auto.report.words import duration, named, size, three_digits
+from lens_auto.report.words import counted, duration, named, size, three_digits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -359,10 +359,10 @@ def _troubles(summary: Summary) -> list[str]:
         more = "" if len(summary.missing_ranks) == summary.missing_count else " and more"
         found.append(f"{named(summary.missing_ranks)}{more} missing of {summary.world_size}")
     if summary.dropped:
-        found.append(f"{summary.dropped:,} records dropped")
+        found.append(f"{counted(summary.dropped, 'record')} dropped")
     unsent = sum(each.unsent for each in summary.programs)
     if unsent:
-        found.append(f"{unsent:,} spans of programs not sent")
+        found.append(f"{counted(unsent, 'span')} of programs not sent")
     return found
 
 
@@ -384,12 +384,12 @@ def _progress(summary: Summary) -> str:
         if not services:
             return "no rank recorded anything"
         spans = sum(each.spans for each in services)
-        return f"no rank; {len(services)} service{'' if len(services) == 1 else 's'} made {spans:,} spans"
+        return f"no rank; {counted(len(services), 'service')} made {counted(spans, 'span')}"
     least, most = min(counts), max(counts)
-    count = str(most) if least == most else f"{least} to {most}"
-    ranks = len({rank.rank for rank in summary.ranks})
+    iterations = counted(most, "iteration") if least == most else f"{least:,} to {counted(most, 'iteration')}"
+    ranks = counted(len({rank.rank for rank in summary.ranks}), "rank")
     running = any(rank.state == Status.RUNNING.value for rank in summary.ranks)
-    text = f"{count} iteration{'' if count == '1' else 's'} on {ranks} rank{'' if ranks == 1 else 's'}"
+    text = f"{iterations} on {ranks}"
     return f"running: {text} so far" if running else text
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from lens_auto.recorder.read import Status
 from lens_auto.report.summary import FAILED, PHASES, OperationSummary, RankSummary, Summary
-from lens_auto.report.words import duration, named, rate, size
+from lens_auto.report.words import counted, duration, named, rate, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -203,8 +203,8 @@ def _rates(operation: OperationSummary, which: str) -> str:
 def footer(summary: Summary) -> list[str]:
     """What was dropped, guessed or switched off; one line each."""
     lines = [
-        f"{summary.records:,} records, {summary.dropped:,} dropped;"
-        f" {summary.mispredicted:,} iteration boundaries mispredicted while recording (corrected here)"
+        f"{counted(summary.records, 'record')}, {summary.dropped:,} dropped;"
+        f" {counted(summary.mispredicted, 'iteration boundary')} mispredicted while recording (corrected here)"
     ]
     unfinished, damaged = (sum(getattr(rank, name) for rank in summary.ranks) for name in ("unfinished", "damaged"))
     if unfinished or damaged:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from rich.console import Console, RenderableType
+    from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType, RenderResult
 
     from lens_auto.recorder.read import WriterFiles
 
@@ -31,6 +31,18 @@ TOP_VERSION = 1
 # A phase or an operation that lasts this many iterations of its rank is shown as slow; without a pace, this long.
 _SLOW_ITERATIONS = 5
 _SLOW_NS = 30_000_000_000
+_COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
+    ("rank", "right"),
+    ("state", "left"),
+    ("iteration", "right"),
+    ("it/s", "right"),
+    ("phase", "left"),
+    ("for", "right"),
+    ("operation", "left"),
+    ("for", "right"),
+    ("sign of life", "right"),
+    ("process", "left"),
+)
 _STYLES = {Status.DIED.value: "bold red", Status.RUNNING.value: "green", Status.UNKNOWN.value: "yellow"}
 
 
@@ -205,37 +217,53 @@ def show(run_dir: str | Path, interval_s: float, count: int | None, out: Console
 
 def table_of(look: Look, most: int) -> RenderableType:
     """One look as a table; beyond `most` ranks those that are furthest behind or longest in something come first."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name, right in (("rank", True), ("state", False), ("iteration", True), ("it/s", True), ("phase", False)):
-        table.add_column(name, justify="right" if right else "left")
-    table.add_column("for", justify="right")
-    table.add_column("operation", overflow="fold")
-    table.add_column("for", justify="right")
-    table.add_column("sign of life", justify="right")
-    table.add_column("process")
     shown = look.ranks
     if len(shown) > most:
         shown = sorted(shown, key=lambda each: (each.iteration or 0, -(each.phase_for_ns or 0)))[:most]
-    for each in shown:
-        slow = _is_slow(each)
-        table.add_row(
-            str(each.rank) if each.rank >= 0 else "?",
-            Text(each.state, style=_STYLES.get(each.state, "")),
-            "-" if each.iteration is None else f"{each.iteration:,}",
-            "-" if each.iterations_per_s is None else f"{each.iterations_per_s:.1f}",
-            "-" if each.phase is None else each.phase,
-            Text("-" if each.phase_for_ns is None else duration(each.phase_for_ns), style="yellow" if slow else ""),
-            Text(_operation(each)),
-            Text(
-                "-" if each.operation_for_ns is None else duration(each.operation_for_ns), style="red" if slow else ""
-            ),
-            "-" if each.heartbeat_age_ns is None else f"{duration(each.heartbeat_age_ns)} ago",
-            Text(f"{each.pid} on {each.host}"),
-        )
-    lines: list[RenderableType] = [Text(headline(look), style="bold"), table]
+    lines: list[RenderableType] = [Text(headline(look), style="bold"), _Ranks(shown)]
     if len(shown) < len(look.ranks):
         lines.append(Text(f"{len(look.ranks) - len(shown)} more ranks", style="dim"))
     return Group(*lines)
+
+
+class _Ranks:
+    """The table of ranks. Where it is wider than the terminal, what tells least about progress is left out."""
+
+    def __init__(self, ranks: list[RankNow]) -> None:
+        self._ranks = ranks
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for left_out in (0, 1, 2):  # of the last columns
+            table = self._table(left_out)
+            if console.measure(table, options=options.update(width=1 << 16)).maximum <= options.max_width:
+                break
+        yield table
+
+    def _table(self, left_out: int) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        columns = [*_COLUMNS[: len(_COLUMNS) - left_out]]
+        for name, justify in columns:
+            table.add_column(name, justify=justify, overflow="fold")
+        for each in self._ranks:
+            table.add_row(*_cells(each)[: len(columns)])
+        return table
+
+
+def _cells(each: RankNow) -> list[Text]:
+    """One rank, by column."""
+    slow = _is_slow(each)
+    return [
+        Text(str(each.rank) if each.rank >= 0 else "?"),
+        Text(each.state, style=_STYLES.get(each.state, "")),
+        Text("-" if each.iteration is None else f"{each.iteration:,}"),
+        Text("-" if each.iterations_per_s is None else f"{each.iterations_per_s:.1f}"),
+        Text("-" if each.phase is None else each.phase),
+        Text("-" if each.phase_for_ns is None else duration(each.phase_for_ns), style="yellow" if slow else ""),
+        Text(_operation(each)),
+        Text("-" if each.operation_for_ns is None else duration(each.operation_for_ns), style="red" if slow else ""),
+        Text("-" if each.heartbeat_age_ns is None else f"{duration(each.heartbeat_age_ns)} ago"),
+        Text(f"{each.pid} on {each.host}"),
+    ]
 
 
 def headline(look: Look) -> str:

@@ -560,7 +560,7 @@ class Judge:
             )
         who = f"another rank is late each time ({most} of the iterations)"
         if counts.max() >= LATE_IN:
-            who = f"ranks come late too unevenly to blame the one that mostly does ({most} of the iterations)"
+            who = f"one rank is mostly the late one, too unevenly for a steady straggler ({most} of the iterations)"
         return self._finding(
             *("wandering", [], cause, causes, effect, threshold),
             f"{who}, in {_told(cause, causes)}",

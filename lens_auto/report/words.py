@@ -10,6 +10,13 @@ if TYPE_CHECKING:
 _LONG_UNITS = (("d", 86_400e9), ("h", 3_600e9), ("min", 60e9))
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things: `1 rank`, `2,000 ranks`."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun[:-1]}ies" if noun.endswith("ry") else f"{count:,} {noun}s"
+
+
 def named(ranks: Sequence[int], limit: int = 8) -> str:
     """Ranks as words: `rank 3`, `ranks 0 to 3, 7`."""
     runs: list[list[int]] = []
