@@ -334,6 +334,7 @@ def test_how_ranks_ended(seen: dict[str, Seen]) -> None:
     assert crossed is not None
     # gloo ended one of the two that are not to blame
     assert sorted(crossed.ends[rank].signal or "" for rank in (0, 1)) in (["SIGABRT", "SIGKILL"], ["", "SIGABRT"])
+    assert "in all_reduce #5 of 4,000 bytes of float32 (not 16) of group 0" in crossed.analysis.verdict
 
 
 # --- runs that do not hang --------------------------------------------------------------------------------------------

@@ -692,7 +692,10 @@ class _Blame:
             state, (op, nbytes, dtype) = self._states[rank], there[rank]
             if cause == "other_operation" and state.progress > ahead:
                 cause = "skipped"
-            detail = f" of {nbytes} bytes of {dtype}" if cause != "other_operation" and nbytes and dtype else ""
+            detail = ""
+            if cause in ("other_size", "other_dtype"):
+                detail = f" of {counted(nbytes, 'byte')}{f' of {dtype}' if dtype else ''}"
+                detail += f" (not {usual_size:,})" if cause == "other_size" else f" (not {usual_type})"
             doing = f"{op} #{seq}{detail} of {self._group_words(group)}{_at(state)}"
             if cause == "skipped":
                 doing = f"in {doing}, {_further(state, ahead)} already"
