@@ -163,22 +163,23 @@ class Patches:
                     wrapt.unwrap_object(each.owner, each.attribute, each.wrapper, missing_ok=True)
                 except Exception as error:
                     guard.logger.debug("lens-auto: %s stays, switched off (%s)", each.attribute, error)
-            if isinstance(each.owner, ModuleType):
-                self._restore_names(each.wrapper, original)
+        self._restore_names()
         self._installed.clear()
         while self._registered:
             self._registered.pop()[1]()
 
-    @staticmethod
-    def _restore_names(wrapper: LensWrapper, original: Any) -> None:
+    def _restore_names(self) -> None:
         """Names bound by `from ... import` after the wrapper was installed."""
+        wrappers = {id(each.wrapper): each.wrapper for each in self._installed if isinstance(each.owner, ModuleType)}
+        if not wrappers:
+            return
         for module in list(sys.modules.values()):
             names = getattr(module, "__dict__", None)
             if not isinstance(names, dict):
                 continue
             for name, value in list(names.items()):
-                if value is wrapper:
-                    names[name] = original
+                while id(value) in wrappers:
+                    names[name] = value = value.__wrapped__
 
 
 def _hide_from_dynamo(trace_rules: ModuleType) -> None:
