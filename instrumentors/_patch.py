@@ -61,6 +61,9 @@ class LensWrapper(wrapt.FunctionWrapper[Any, Any]):
             return cls(function, hook, enabled=cast(Any, gate))
         return wrapper
 
+    def __repr__(self) -> str:
+        return repr(self.__wrapped__)
+
     def __reduce_ex__(self, protocol: Any) -> str:
         return str(self.__wrapped__.__qualname__)
 

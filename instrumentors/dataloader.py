@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from instrumentors._patch import LensInstrumentor, Patches
 from instrumentors._phase import Call, phase_hook
+from instrumentors._weak import ByIdentity
 from lens_auto import guard
 from lens_auto.recorder.layout import Flag, Kind, Phase
 
@@ -32,7 +32,7 @@ class _Pass:
 
 
 _numbers = itertools.count(1)
-_passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
+_passes: ByIdentity[_Pass] = ByIdentity()
 
 
 def _write_start(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from instrumentors._patch import Hook, LensInstrumentor, Patches
 from instrumentors._phase import now_ns
+from instrumentors._weak import ByIdentity
 from lens_auto import guard, runtime
 from lens_auto.guard import Site
 from lens_auto.recorder.layout import Flag, Kind, Phase
@@ -17,23 +18,27 @@ from lens_auto.recorder.layout import Flag, Kind, Phase
 if TYPE_CHECKING:
     from lens_auto.recorder.recorder import Recorder, ThreadState
 
-_ordinals: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_ordinals: ByIdentity[int] = ByIdentity()
 _next_ordinal = 0
 
 
 class _OpenStep:
     """A step that has begun on a thread.
 
-    `frame` is the frame that runs it. The post hook is skipped where `step` raises; whether this step is still running
-    is then told by whether its frame is still on the stack.
+    The post hook is skipped where `step` raises; whether this step is still running is then told by whether its frame
+    is still on the stack. Neither frame nor optimizer is held: what the program drops after the exception is free.
+
+    Attributes:
+        frame: id of the frame that runs it; another one may have it once that has ended.
     """
 
-    __slots__ = ("by_scaler", "counted", "fired", "frame", "optimizer", "ordinal", "start")
+    __slots__ = ("by_scaler", "counted", "fired", "frame", "name", "optimizer", "ordinal", "start")
 
-    def __init__(self, optimizer: Any, frame: FrameType | None, by_scaler: bool) -> None:
+    def __init__(self, optimizer: Any, frame: FrameType, by_scaler: bool) -> None:
         global _next_ordinal
-        self.optimizer = optimizer
-        self.frame = frame
+        self.optimizer = weakref.ref(optimizer)
+        self.name = type(optimizer).__name__
+        self.frame = id(frame)
         self.by_scaler = by_scaler
         self.fired = False
         ordinal = _ordinals.get(optimizer)
@@ -53,24 +58,24 @@ class _OpenStep:
         """Whether the frame that runs it is on this thread's stack."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            if frame is self.frame:
+            if id(frame) == self.frame:
                 return True
             frame = frame.f_back
         return False
 
 
-def _begin(recorder: Recorder, state: ThreadState, optimizer: Any, frame: FrameType | None, by_scaler: bool) -> bool:
+def _begin(recorder: Recorder, state: ThreadState, optimizer: Any, frame: FrameType, by_scaler: bool) -> bool:
     """A step begins. False where it is part of one that runs already."""
     running = state.step
     if running is not None:
-        nested = running.optimizer is not optimizer or running.by_scaler
-        if nested and running.runs():
-            running.fired = running.fired or running.optimizer is optimizer
+        same = running.optimizer() is optimizer
+        if (not same or running.by_scaler) and running.frame != id(frame) and running.runs():
+            running.fired = running.fired or same
             return False
         _end(recorder, state, running, Flag.FAILED)
     step = _OpenStep(optimizer, frame, by_scaler)
     iterations = runtime.iterations
-    if iterations is not None and iterations.counts(step.ordinal, type(optimizer).__name__):
+    if iterations is not None and iterations.counts(step.ordinal, step.name):
         step.counted = True
         iterations.begin_step(step.ordinal, state.index)
     state.step = step
@@ -79,10 +84,8 @@ def _begin(recorder: Recorder, state: ThreadState, optimizer: Any, frame: FrameT
 
 
 def _end(recorder: Recorder, state: ThreadState, step: _OpenStep, flags: int) -> None:
-    """The step has ended; its frame is let go."""
     end = now_ns()
     state.step = None
-    step.frame = None
     recorder.steps += 1
     if state.backward:
         flags |= Flag.IN_BACKWARD
@@ -92,7 +95,7 @@ def _end(recorder: Recorder, state: ThreadState, step: _OpenStep, flags: int) ->
         end,
         state.index,
         flags | recorder.optimizer,
-        recorder.strings.id(type(step.optimizer).__name__),
+        recorder.strings.id(step.name),
         a=step.ordinal,
         b=int(step.counted),
     )
@@ -128,7 +131,7 @@ class _StepHooks:
         try:
             state = recorder.thread()
             step = state.step
-            if step is not None and step.frame is sys._getframe(1):
+            if step is not None and step.frame == id(sys._getframe(1)):
                 _end(recorder, state, step, 0)
         except Exception as error:
             self._site.fault(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from types import ModuleType
@@ -25,9 +26,35 @@ def _wanted() -> bool:
     return not runtime.groups.isdisjoint(("communication", "pipeline")) or runtime.watching()
 
 
+_overrides: dict[type, bool] = {}  # whether a class of works has a `wait` of its own in Python
+
+
+def _overrides_wait(kind: type) -> bool:
+    found = _overrides.get(kind)
+    if found is None:
+        own = itertools.takewhile(lambda each: each is not _comm.c10d.Work, kind.__mro__)
+        found = _overrides[kind] = any("wait" in vars(each) for each in own)
+    return found
+
+
+def wait(self: Any, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call torch's `wait` for one in Python that calls it by `super()`.
+
+    By the caller's name and first argument pybind11 knows that it must not call the override again.
+    """
+    return wrapped(*args, **kwargs)
+
+
 def _hook(site: Site) -> Hook:
 
     def hook(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        overridden = False
+        try:
+            overridden = _overrides_wait(type(instance))
+        except Exception as error:
+            site.fault(error)
+        if overridden:
+            return wait(instance, wrapped, args, kwargs)
         recorder = runtime.recorder
         if recorder is None:
             return wrapped(*args, **kwargs)

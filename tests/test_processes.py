@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from launch import INSTRUMENT, PYTHON, Launcher
 from records import read_run, read_spans
 
-from lens_auto.recorder.layout import Kind
+from lens_auto.recorder import spool
+from lens_auto.recorder.layout import Flag, Kind
 
 PROGRAM = """
 import json, multiprocessing, os, signal, subprocess, sys, threading, time
@@ -124,3 +127,103 @@ def test_children_threads_and_handlers(launch: Launcher) -> None:
     ]
     assert [span["name"] for span in found] == ["own"] * counted["spans"]
     assert not {bytes.fromhex(span["spanId"]) for span in found} & set(ids)
+
+
+LIBERTIES = """
+import gc, json, os, signal, time, warnings, weakref
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+said = {"repr": repr(dist.all_reduce).split(" at ")[0]}
+
+class Waiting(dist.Work):
+    waits = 0
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+    def wait(self, timeout=timedelta(milliseconds=20)):
+        Waiting.waits += 1
+        self.inner.wait()
+        return super().wait(timeout)
+try:
+    Waiting(dist.all_reduce(torch.ones(2), async_op=True)).wait()
+except RuntimeError as error:
+    said["a work's own wait"] = [Waiting.waits, str(error)]
+
+class Captured:
+    pass
+def step_that_raises():
+    captured = Captured()
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    def closure():
+        raise MemoryError(str(captured))
+    try:
+        optimizer.step(closure)
+    except MemoryError:
+        pass
+    return weakref.ref(captured), weakref.ref(optimizer)
+left = step_that_raises()
+gc.collect()
+said["left of a step that raised"] = [each() is not None for each in left]
+
+class Alike(torch.optim.SGD):
+    def __hash__(self):
+        return 1
+    def __eq__(self, other):
+        raise KeyboardInterrupt
+parameter = torch.nn.Parameter(torch.ones(1))
+several = [Alike([parameter], lr=0.1) for _ in range(3)]
+for optimizer in several:
+    parameter.sum().backward()
+    optimizer.step()
+said["optimizers that cannot be compared"] = float(parameter)
+
+raised = came = 0
+def once(number, frame):
+    global raised
+    raised += 1
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    raise ValueError("the program's own")
+tensor, until = torch.ones(2), time.monotonic() + 1
+while time.monotonic() < until:
+    before = raised
+    try:
+        signal.signal(signal.SIGALRM, once)
+        signal.setitimer(signal.ITIMER_REAL, 0.0003)
+        while raised == before:
+            dist.all_reduce(tensor)
+    except ValueError:
+        came += 1
+said["lost exceptions of a handler"] = raised - came
+dist.destroy_process_group()
+print(json.dumps(said))
+"""
+
+
+def test_liberties_that_a_program_may_take(launch: Launcher) -> None:
+    """What a program may do with its works, optimizers and signal handlers, it may do with us."""
+    bare = launch.run(*PYTHON, launch.program(LIBERTIES, "bare.py"))
+    assert bare.code == 0, bare.stderr
+    run = launch.instrumented(LIBERTIES, env={"NEMO_LENS_SPAN_GROUPS": "all"}).check()
+    assert json.loads(run.stdout) == json.loads(bare.stdout)
+    (writer,) = read_run(run.run_dir)
+    assert writer.info["hooks_off"] == {}
+    steps = writer.of(Kind.OPTIMIZER_STEP)
+    assert [bool(row.flags & Flag.FAILED) for row in steps] == [True, False, False, False]
+    assert len({row.a for row in steps}) == 4  # each optimizer is one of its own
+
+
+def test_a_map_holds_no_descriptor(tmp_path: Path) -> None:
+    """The program may close every descriptor that it finds, and open its own at the same numbers."""
+    before = os.listdir("/proc/self/fd")
+    buffer = spool.create_mapped(str(tmp_path / "mapped"), 3 << 20)
+    assert os.listdir("/proc/self/fd") == before
+    assert bytes(buffer) == bytes(3 << 20)
+    buffer[-5:] = b"there"
+    assert (tmp_path / "mapped").read_bytes()[-5:] == b"there"
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
+    buffer.close()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()

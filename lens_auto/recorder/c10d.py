@@ -68,10 +68,11 @@ def keeps_flight_records() -> bool:
     Nobody but the job switches it: by these variables, or by torch's default (2.13: on for every backend).
     """
     global _kept
-    if flight_capacity() == 0:
-        return False
-    if _kept is None and not captures.under_way():
-        _kept = bool(flight_entries())
+    if _kept is None:
+        if flight_capacity() == 0:
+            return False
+        if not captures.under_way():
+            _kept = bool(flight_entries())
     return bool(_kept)
 
 

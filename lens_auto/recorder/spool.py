@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import stat
+import sys
 import tempfile
 
 from lens_auto.recorder.layout import RANKS_DIR, SEGMENT_BYTES
@@ -17,6 +18,7 @@ SEGMENTS_AT_ONCE = 4  # open, spare, and up to two closed ones on their way to t
 
 
 _ZEROS = bytes(1 << 20)
+_MAP_FIXED = 0x10  # of Linux and macOS
 
 
 class NoSpoolError(OSError):
@@ -113,14 +115,39 @@ def create_mapped(path: str, size: int) -> mmap.mmap:
         os.posix_fallocate(descriptor, 0, size)
         for offset in range(0, size, len(_ZEROS)):
             os.pwrite(descriptor, _ZEROS[: size - offset], offset)
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        return mmap.mmap(descriptor, size, flags=flags)
+        return _map(descriptor, size)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(path)
         raise
     finally:
         os.close(descriptor)
+
+
+def _map(descriptor: int, size: int) -> mmap.mmap:
+    """Map a file, and keep no descriptor.
+
+    `mmap.mmap` keeps a duplicate and closes its number in the end. The program may have closed it before (daemonizing
+    code closes all that it finds), and have a file of its own there by then. Before Python 3.13, which can do without,
+    the file takes the place of an anonymous map.
+    """
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    if sys.version_info >= (3, 13):
+        return mmap.mmap(descriptor, size, flags=flags, trackfd=False)
+    import ctypes  # takes longer than all else here, and a program that does not train does without
+
+    buffer = mmap.mmap(-1, size)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+        ctypes.c_long,
+    )
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    if libc.mmap(address, size, access, flags | _MAP_FIXED, descriptor, 0) != address:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return buffer
 
 
 def write_atomically(path: str, data: bytes) -> None:
