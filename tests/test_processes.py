@@ -179,7 +179,7 @@ several = [Alike([parameter], lr=0.1) for _ in range(3)]
 for optimizer in several:
     parameter.sum().backward()
     optimizer.step()
-said["optimizers that cannot be compared"] = float(parameter)
+said["optimizers that cannot be compared"] = parameter.item()
 
 raised = came = 0
 def once(number, frame):
