@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import signal
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 logger = logging.getLogger("lens_auto")
 
 MAX_FAULTS = 3
-_VARARGS = 0x04  # `inspect.CO_VARARGS`
 
 _sites: dict[str, Site] = {}
 _told = False  # that something failed: one line in a process is enough, the report names the rest
@@ -111,23 +108,9 @@ def _of_signal_handler(error: BaseException) -> bool:
     codes = set()
     traceback = error.__traceback__
     while traceback is not None:
-        if _takes_a_signal(traceback.tb_frame):  # it may be installed no more
-            return True
         codes.add(traceback.tb_frame.f_code)
         traceback = traceback.tb_next
     return any(_code_of(signal.getsignal(number)) in codes for number in signal.valid_signals())
-
-
-def _takes_a_signal(frame: FrameType) -> bool:
-    """Whether the arguments of a call are those of a signal handler: a number and a frame."""
-    code = frame.f_code
-    count = code.co_argcount
-    names = code.co_varnames[:count]
-    values: list[Any] = [frame.f_locals.get(name) for name in names]
-    if code.co_flags & _VARARGS:
-        values += frame.f_locals.get(code.co_varnames[count + code.co_kwonlyargcount], ())
-    pairs = itertools.pairwise(values)
-    return any(isinstance(number, int) and isinstance(where, FrameType) for number, where in pairs)
 
 
 def _code_of(handler: Any) -> Any:
