@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -20,13 +21,9 @@ class ByIdentity(Generic[T]):
         return found[1] if found is not None and found[0]() is thing else None
 
     def __setitem__(self, thing: Any, value: T) -> None:
-        key, known = id(thing), self._found
-
-        def gone(reference: weakref.ref[Any]) -> None:
-            if known.get(key, (None,))[0] is reference:
-                del known[key]
-
-        known[key] = (weakref.ref(thing, gone), value)
+        key = id(thing)
+        forget = partial(self._found.pop, key)  # its second argument, the default, is the dead reference
+        self._found[key] = (weakref.ref(thing, forget), value)
 
     def __len__(self) -> int:
         return len(self._found)

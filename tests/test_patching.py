@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from launch import INSTRUMENT_HERE, PYTHON, Launcher
 
+from instrumentors._weak import ByIdentity
+
 # Everything that we may touch is imported before the first look at it.
 IMPORTS = """
 import copy, functools, inspect, json, pickle, sys, types
@@ -292,3 +294,19 @@ def test_compile_as_one_graph(said: dict[str, Any], launch_once: Launcher) -> No
     run = launch_once.instrumented(source, env={"NEMO_LENS_SPAN_GROUPS": "all"})
     assert run.code == 0, run.stderr
     assert json.loads(run.stdout) == said["compiled"]
+
+
+def test_facts_by_identity_go_with_their_object() -> None:
+    class Alike:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> bool:
+            raise AssertionError("it was compared")
+
+    facts: ByIdentity[int] = ByIdentity()
+    one, other = Alike(), Alike()
+    facts[one], facts[other] = 1, 2
+    facts[one] = 3
+    assert (facts.get(one), facts.get(other), facts.get(Alike()), len(facts)) == (3, 2, None, 2)
+    del one
+    assert (facts.get(other), len(facts)) == (2, 1)
