@@ -573,3 +573,10 @@ def test_damaged_writer_json(tmp_path: Path, key: str, value: Any) -> None:
         assert files.status in Status
     for problem in run.problems:
         one_line(problem)
+
+
+def test_a_rank_that_died_before_its_file_said_which_one_it_is(tmp_path: Path) -> None:
+    writer = train(Writer(rank=2, world_size=3, closed=False), 1)
+    writer.extra.update(rank=-1, world_size=0)
+    (files,) = RunDirectory(write_run(tmp_path, writer)).writers
+    assert (files.info.rank, files.info.world_size, files.status) == (2, 3, Status.DIED)

@@ -15,7 +15,7 @@ import re
 import socket
 import stat
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -941,7 +941,12 @@ class RunDirectory:
             folders.insert(0 if first else len(folders), other)
             if info.ended_ns is None and (there.ended_ns is not None or info.seed is None):
                 info = there
-        return WriterFiles(name, folders, info, self.problems)
+        writer = WriterFiles(name, folders, info, self.problems)
+        if info.rank < 0 and writer.live is not None and writer.live.rank >= 0:
+            # The page is written at once, the file at the housekeeper's next tick: a rank may die in between.
+            size = max(info.world_size, writer.live.world_size)
+            writer.info = replace(info, rank=writer.live.rank, world_size=size)
+        return writer
 
 
 def _spool_folder(info: WriterInfo, name: str) -> Path | None:
