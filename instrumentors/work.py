@@ -30,10 +30,8 @@ _overrides: dict[type, bool] = {}  # whether a class of works has a `wait` of it
 
 
 def _overrides_wait(kind: type) -> bool:
-    found = _overrides.get(kind)
-    if found is None:
-        own = itertools.takewhile(lambda each: each is not _comm.c10d.Work, kind.__mro__)
-        found = _overrides[kind] = any("wait" in vars(each) for each in own)
+    own = itertools.takewhile(lambda each: each is not _comm.c10d.Work, kind.__mro__)
+    found = _overrides[kind] = any("wait" in vars(each) for each in own)
     return found
 
 
@@ -48,9 +46,11 @@ def wait(self: Any, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 def _hook(site: Site) -> Hook:
 
     def hook(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        overridden = False
+        overridden: bool | None = False
         try:
-            overridden = _overrides_wait(type(instance))
+            overridden = _overrides.get(type(instance))
+            if overridden is None:
+                overridden = _overrides_wait(type(instance))
         except Exception as error:
             site.fault(error)
         if overridden:
