@@ -21,11 +21,11 @@ from lens_auto.recorder.recorder import Recorder
 # Three backwards on each rank, gradients averaged by hand. No optimizer: the first one that a process makes imports
 # torch._dynamo, which takes seconds.
 TRAIN = """
-import sys
+import sys, time
 import torch
 import torch.distributed as dist
 
-def train():
+def train(pause_s=0):
     dist.init_process_group("gloo")
     model = torch.nn.Linear(4, 1)
     for _ in range(3):
@@ -33,6 +33,7 @@ def train():
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
     sys.stdout.write(f"rank {dist.get_rank()} trained\\n")  # one write: ranks share the pipe
+    time.sleep(pause_s)
     dist.destroy_process_group()
 """
 TRAINED = ["rank 0 trained", "rank 1 trained"]
@@ -108,7 +109,8 @@ def test_multiprocessing_spawn(launch: Launcher) -> None:
 
 
 def test_ranks_by_hand_without_a_common_parent(launch: Launcher) -> None:
-    program = launch.program(TRAIN + "train()\n")
+    # Rank 0 serves the store: torch may complain where that goes in the job's first second (docs/compatibility.md).
+    program = launch.program(TRAIN + "train(pause_s=2)\n")
     world = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
     started = [launch.start((*INSTRUMENT, *PYTHON, program), {**world, "RANK": rank}) for rank in "01"]
     runs = [each.wait() for each in started]
