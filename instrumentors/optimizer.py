@@ -29,15 +29,17 @@ class _OpenStep:
     is still on the stack. Neither frame nor optimizer is held: what the program drops after the exception is free.
 
     Attributes:
-        frame: id of the frame that runs it; another one may have it once that has ended.
+        code: what the frame that runs it runs.
+        frame: id of that frame; another one, of other code, may have it once that has ended.
     """
 
-    __slots__ = ("by_scaler", "counted", "fired", "frame", "name", "optimizer", "ordinal", "start")
+    __slots__ = ("by_scaler", "code", "counted", "fired", "frame", "name", "optimizer", "ordinal", "start")
 
     def __init__(self, optimizer: Any, frame: FrameType, by_scaler: bool) -> None:
         global _next_ordinal
         self.optimizer = weakref.ref(optimizer)
         self.name = type(optimizer).__name__
+        self.code = frame.f_code
         self.frame = id(frame)
         self.by_scaler = by_scaler
         self.fired = False
@@ -58,7 +60,7 @@ class _OpenStep:
         """Whether the frame that runs it is on this thread's stack."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            if id(frame) == self.frame:
+            if id(frame) == self.frame and frame.f_code is self.code:
                 return True
             frame = frame.f_back
         return False

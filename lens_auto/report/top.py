@@ -241,7 +241,7 @@ class _Ranks:
 
     def _table(self, left_out: int) -> Table:
         table = Table(box=None, pad_edge=False, header_style="dim")
-        columns = [*_COLUMNS[: len(_COLUMNS) - left_out]]
+        columns = _COLUMNS[: len(_COLUMNS) - left_out]
         for name, justify in columns:
             table.add_column(name, justify=justify, overflow="fold")
         for each in self._ranks:
