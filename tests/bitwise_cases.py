@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import pickle
 import random
-import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ import numpy
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from launch import free_port
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -271,9 +271,7 @@ def main(rank: int, mode: str, folder: str, count: int, names: list[str], port: 
 
 
 def run_ranks(mode: str, folder: str, count: int, names: list[str]) -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=main, args=(rank, mode, folder, count, names, port)) for rank in range(WORLD)]
     for each in ranks:

@@ -19,7 +19,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -36,6 +35,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from launch import free_port
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
@@ -467,9 +467,7 @@ def pair(folder: str, function: str, mode: str) -> dict[str, Any]:
     """Two ranks from begin to end, and how it was."""
     begun = time.monotonic()
     path = tempfile.mkdtemp(dir=folder)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     pids = []
     for rank in range(WORLD):
         pid = os.fork()

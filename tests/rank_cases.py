@@ -15,7 +15,6 @@ import os
 import random
 import resource
 import signal
-import socket
 import sys
 import threading
 import time
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 import torch._dynamo  # the first optimizer imports it, which takes seconds
 import torch.distributed as dist
+from launch import free_port
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -81,7 +81,7 @@ def carrier_state() -> str | None:
 def wait_for_carrier() -> None:
     """In an instrumented run, until the carrier runs on this rank; then the ranks meet."""
     deadline = time.monotonic() + CARRIER_S
-    while carrier_state() in ("joining", "connecting") and time.monotonic() < deadline:
+    while carrier_state() in ("unstarted", "joining", "connecting") and time.monotonic() < deadline:
         time.sleep(0.02)
     told["carrier"] = carrier_state()
     dist.barrier()
@@ -162,6 +162,27 @@ def first_stops_early(rank: int) -> None:
     train(100 if rank else 5, sync=False)
     if rank:
         time.sleep(1.0)
+
+
+@case
+def first_ends_while_they_meet(rank: int) -> None:
+    """Rank 0 takes the store away as soon as it can, where questions to the store take their time."""
+    if "lens_auto" in sys.modules:
+        from lens_auto.iteration.store import Client
+
+        ask = Client._there
+
+        def slowly(client: Client) -> Any:
+            store = ask(client)
+            time.sleep(0.06)
+            return store
+
+        Client._there = slowly  # type: ignore[method-assign]
+    init()
+    train(2)
+    if rank:
+        time.sleep(1.0)
+    finish()
 
 
 # --- ranks that sleep, stop or die ------------------------------------------------------------------------------------
@@ -772,12 +793,6 @@ def says(path: str) -> Iterator[None]:
         told["over"] = time.monotonic()
         with open(path, "w") as file:
             json.dump(told, file)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def main() -> None:

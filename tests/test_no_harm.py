@@ -69,6 +69,7 @@ PLANS = [
     Plan("stops_early", env=DERIVED, carrier=None, slow=True, name="stops_early derived"),
     Plan("first_stops_early", slow=True),
     Plan("first_stops_early", env=DERIVED, carrier=None, name="first_stops_early derived"),
+    Plan("first_ends_while_they_meet", carrier="", real_end=True),
     Plan("first_sleeps", kill_after=1, real_end=True),
     Plan("second_sleeps", kill_after=0, slow=True),
     Plan("first_sleeps_and_second_goes_on", kill_after=1, slow=True),

@@ -31,6 +31,8 @@ CARRIER_BYTES = 512
 MAX_RANKS = 128
 MAX_OUTSTANDING = 4
 JOIN_TIMEOUT_S = 60.0  # how long rank 0 waits for all ranks to say that they take part
+LOOK_S = 0.1  # between looks at the store
+HURRIED_LOOK_S = 0.02
 CONNECT_TIMEOUT_S = 20.0
 STALL_TIMEOUT_S = 120.0  # a broadcast that does not complete for so long ends the carrier
 ARRIVAL_S = 0.05  # how long after a boundary the thread looks whether the broadcast is through, if no other came before
@@ -156,7 +158,8 @@ class Carrier:
         self.boundary = Bell()  # rung by the training thread when an iteration begins
         self.cpu_ns = 0  # of the thread, while it broadcasts
         self._thread = threading.Thread(target=self._run, name="lens-carrier", daemon=True)
-        self.state = "joining"  # connecting, running, ended
+        self._hurry = False
+        self.state = "unstarted"  # joining, connecting, running, ended
         self.reason = ""
         self.sent = 0
         self.received = 0
@@ -169,7 +172,17 @@ class Carrier:
             agreed: what only ranks know that agreed: keys that others left in the store are not these.
         """
         self._prefix = f"{self._prefix}/{agreed}"
+        self.state = "joining"
         self._thread.start()
+
+    @property
+    def needs_store(self) -> bool:
+        """Whether this rank asks the job's store, or rank 0 is about to have others ask it."""
+        return self.state in ("joining", "connecting")
+
+    def hurry(self) -> None:
+        """The store is about to go."""
+        self._hurry = True
 
     def stop(self) -> None:
         """Ask the thread to end."""
@@ -237,10 +250,23 @@ class Carrier:
         group = c10d.ProcessGroupGloo(meeting, self._rank, self._world_size, timeout)
         _keep_forever(group)
         store.close()
-        return group
+        return group if self._meet(group, deadline) else None
+
+    def _meet(self, group: Any, deadline: float) -> bool:
+        """Wait until no rank needs the store any more: one that is looking for another may be connected to by it."""
+        meeting = group.barrier()
+        try:
+            while not meeting.is_completed():
+                if not self._patient(deadline):
+                    self._end("ranks do not meet")
+                    return False
+            _wait(meeting)
+        finally:
+            _keep_forever(meeting)
+        return True
 
     def _patient(self, deadline: float) -> bool:
-        return not self._stopping.wait(0.1) and time.monotonic() < deadline
+        return not self._stopping.wait(HURRIED_LOOK_S if self._hurry else LOOK_S) and time.monotonic() < deadline
 
     def _broadcast(self, group: Any) -> None:
         outstanding: deque[tuple[Any, memoryview, int, float]] = deque()  # work, message, iteration, since when
@@ -253,7 +279,7 @@ class Carrier:
     def _take_turns(self, group: Any, outstanding: deque[tuple[Any, memoryview, int, float]]) -> None:
         """One broadcast for every iteration, in order, at most `MAX_OUTSTANDING` at a time."""
         import torch
-        from torch.distributed.distributed_c10d import BroadcastOptions, Work
+        from torch.distributed.distributed_c10d import BroadcastOptions
 
         options = BroadcastOptions()
         options.rootRank = 0
@@ -262,13 +288,12 @@ class Carrier:
         messages = [buffer.numpy().data for buffer in buffers]
         for buffer in buffers:
             _keep_forever(buffer)
-        wait = getattr(vars(Work)["wait"], "__wrapped__", vars(Work)["wait"])  # past our own hook
         following = was_in = 0
         issued_at = last_issued_at = time.monotonic()
         while not self._stopping.is_set():
             while outstanding and outstanding[0][0].is_completed():
                 work, message, _, _ = outstanding[0]
-                wait(work)  # it is complete: this only raises where it failed (`Work.exception` prints a warning)
+                _wait(work)
                 outstanding.popleft()
                 if self._rank != 0:
                     iteration, first_is_in, carrier, switches = unpack(message.tobytes())
@@ -300,6 +325,14 @@ class Carrier:
                 self._stopping.wait(SHORT_S)
             else:
                 self.boundary.wait(ARRIVAL_S if outstanding else IDLE_S)
+
+
+def _wait(work: Any) -> None:
+    """It is complete: this only raises where it failed (`Work.exception` prints a warning)."""
+    from torch.distributed.distributed_c10d import Work
+
+    wait = vars(Work)["wait"]
+    getattr(wait, "__wrapped__", wait)(work)  # past our own hook
 
 
 def _keep_forever(thing: Any) -> None:

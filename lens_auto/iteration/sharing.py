@@ -30,6 +30,7 @@ AHEAD_S_STORE = 10.0
 AHEAD_ITERATIONS = 8
 PACES = 4
 SKEW_MESSAGES = 16
+SETTLE_PATIENCE_S = 1.0  # in all, of ends, while the ranks meet
 
 
 class Skew:
@@ -91,6 +92,7 @@ class Sharing:
         self._headers: dict[str, str] = {}
         self._newest: tuple[int, dict[str, str]] = (-1, {})  # the carrier that arrived last, and of which iteration
         self.skew = Skew()
+        self._patience_s = SETTLE_PATIENCE_S
         self.carrier: Carrier | None = None
         # The group would keep its client of the store for ever, which not every kind of store bears.
         if mode == "broadcast" and 1 < world_size <= MAX_RANKS and access.lasts:
@@ -115,11 +117,7 @@ class Sharing:
                 self.carrier.start(info["seed"])
         if self.skew.widest:
             info["iteration_skew"] = self.skew.widest
-        if (
-            self._rank == 0
-            and run_dir
-            and not (self.carrier is not None and self.carrier.state in ("joining", "connecting"))
-        ):
+        if self._rank == 0 and run_dir and not (self.carrier is not None and self.carrier.needs_store):
             request = self._requests.look(run_dir)
             if request is not None:
                 self._request(*request)
@@ -150,11 +148,12 @@ class Sharing:
         if self.carrier is not None:
             self.carrier.stop()
 
-    def settle(self, timeout_s: float) -> None:
-        """The store is about to go: wait a little where ranks are connecting by way of it."""
-        deadline = time.monotonic() + timeout_s
-        while self.carrier is not None and self.carrier.state == "connecting" and time.monotonic() < deadline:
+    def settle(self) -> None:
+        """The store is about to go: wait a little where ranks still meet by way of it."""
+        while self.carrier is not None and self.carrier.needs_store and self._patience_s > 0:
+            self.carrier.hurry()
             time.sleep(0.01)
+            self._patience_s -= 0.01
 
     def wait(self, timeout_s: float) -> None:
         """Wait a little for what `stop` ends."""

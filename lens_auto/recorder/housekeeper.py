@@ -331,8 +331,13 @@ class Housekeeper:
     def store_ends(self) -> None:
         """The store is about to go with the default process group."""
         self.await_agreement()
-        if self.sharing is not None:
-            self.sharing.settle(CARRIER_PATIENCE_S)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Ranks that agreed meet before the store goes: where it goes under a question, torch prints a stack trace."""
+        agreed = self.agreement is not None and self.agreement.finished and not self.agreement.failed
+        if self.sharing is not None and agreed:
+            self.sharing.settle()
 
     def await_agreement(self, limit_s: float = 1.0) -> None:
         """Give a job that was so short a moment to agree, once and for all; ranks that had the time never will."""
@@ -363,6 +368,7 @@ class Housekeeper:
         """Stop, move everything to the run directory. Returns where the records are; None where they are nowhere."""
         deadline = time.monotonic() + timeout_s
         self.await_agreement(timeout_s / 4)
+        self._settle()
         self.ending.finish()
         self._stopping.set()
         if self.sharing is not None:
