@@ -88,36 +88,35 @@ def _hook(operation: str, original: Callable[..., Any], sizes: tuple[str, ...], 
             return wrapped(*args, **kwargs)
         if nested:
             return wrapped(*args, **kwargs)
-        info: GroupInfo | None = None
-        start = seq = nbytes = dtype = device = 0
-        opened: Opened | None = None
-        shown = b""
+        info: GroupInfo | None = None  # until the slot shows the call
         try:
             try:
+                opened: Opened | None = None
                 given = len(args)
                 group: Any = args[group_at] if group_at < given else kwargs.get(group_named) if kwargs else None
                 value: Any = args[size_at] if size_at < given else kwargs.get(size_named) if kwargs else None
                 try:
-                    info = groups[_comm.c10d._world._default_pg if group is None else group]
-                    shown = info.shown[operation]
+                    members = groups[_comm.c10d._world._default_pg if group is None else group]
+                    shown = members.shown[operation]
                     if type(value) in plain:
-                        nbytes, dtype = value.nbytes, recorder.dtypes[value.dtype]
-                        device = recorder.communication and value.is_cuda
+                        nbytes = value.nbytes
+                        dtype = recorder.dtypes[value.dtype]
+                        device: int = recorder.communication and value.is_cuda
                     else:
                         nbytes, dtype, device = payload(recorder, value)
                 except (AttributeError, KeyError, RuntimeError):  # the first of its kind, or sparse
-                    info = group_info(recorder, group)
-                    shown = info.show(operation, recorder)
+                    members = group_info(recorder, group)
+                    shown = members.show(operation, recorder)
                     nbytes, dtype, device = payload(recorder, value)
-                if device and recorder.communication and recorder.device is not None:
+                if device and recorder.device is not None and recorder.communication:
                     opened = recorder.device.open(value, bool(async_argument.of(args, kwargs)))
-                seq = info.number() + 1 - info.transfers[0] if info.native else next(info.counter)
+                seq = members.number() + 1 - members.transfers[0] if members.native else next(members.counter)
                 start = _now()
-                _pack_slot(state.page, state.slot, start, seq, nbytes, dtype, shown, start)
+                _pack_slot(state.page, state.slot, seq, start, nbytes, dtype, shown, seq)
+                info = members
             except Skip:
-                info = None
+                pass
             except Exception as error:
-                info = None
                 site.fault(error)
             result = wrapped(*args, **kwargs) if kwargs else wrapped(*args)
         except BaseException as error:

@@ -31,13 +31,15 @@ _KIND = int(Kind.DDP)
 class _Reducer:
     """One wrapped model: its logger, and the last iteration that was told."""
 
-    __slots__ = ("cuda", "flags", "group", "group_size", "logger", "thread", "told")
+    __slots__ = ("buckets", "cuda", "flags", "group", "group_size", "logger", "rebuilt", "thread", "told")
 
     def __init__(self, recorder: Recorder, model: Any) -> None:
         parameter = next(iter(model.module.parameters()), None)
         self.cuda = parameter is not None and parameter.device.type != "cpu"
         self.logger = model.logger
         self.told = -1
+        self.buckets = (0, 0)  # bytes of all, string id of their sizes
+        self.rebuilt: int | None = None  # what `has_rebuilt_buckets` was when they were looked at
         self.flags = (0, 0)  # of the iteration that runs: what is to be recorded of it when the next one begins
         info = _comm.group_info(recorder, model.process_group)
         self.group = info.name
@@ -61,17 +63,24 @@ class _Reducer:
         self.told = iteration
         if numbers.get("backward_compute_time_start", 0) < numbers.get("forward_compute_time_start", 1):
             return  # a forward without a backward: the rest is of an iteration before
-        self._record(recorder, numbers, found.strs_map, iteration, *flags)
+        rebuilt = numbers.get("has_rebuilt_buckets")
+        if rebuilt is None or rebuilt != self.rebuilt:  # not in each iteration: the texts name every parameter
+            self.rebuilt = rebuilt
+            self._look_at_buckets(recorder, found.strs_map)
+        self._record(recorder, numbers, iteration, *flags)
 
-    def _record(
-        self, recorder: Recorder, numbers: Any, texts: Any, iteration: int, phases: int, communication: int
-    ) -> None:
+    def _look_at_buckets(self, recorder: Recorder, texts: Any) -> None:
+        sizes = str(texts.get("rebuilt_bucket_sizes") or texts.get("bucket_sizes") or "")
+        nbytes = sum(int(size) for size in sizes.replace(" ", "").split(",") if size.isdigit())
+        self.buckets = (nbytes, recorder.strings.id(sizes))
+
+    def _record(self, recorder: Recorder, numbers: Any, iteration: int, phases: int, communication: int) -> None:
         to_monotonic = c10d.wall_offset_ns()  # the logger's times are wall clock time
         forward = numbers.get("forward_compute_time_start", 0)
         backward = numbers.get("backward_compute_time_start", 0)
         backward_end = numbers.get("backward_compute_time_end", 0)
         start, end = numbers.get("backward_comm_time_start", 0), numbers.get("backward_comm_time_end", 0)
-        sizes = str(texts.get("rebuilt_bucket_sizes") or texts.get("bucket_sizes") or "")
+        nbytes, sizes = self.buckets
         overlap = max(0, int(numbers.get("backward_compute_comm_overlap_time", 0)))
         if self.cuda:  # the stamps are the host's, when it enqueued; the durations are the device's
             backward_end = backward + numbers.get("backward_compute_time", 0)
@@ -100,8 +109,8 @@ class _Reducer:
             communication,
             start,
             end,
-            nbytes=sum(int(size) for size in sizes.replace(" ", "").split(",") if size.isdigit()),
-            detail=recorder.strings.id(sizes),
+            nbytes=nbytes,
+            detail=sizes,
             exposed_ns=max(1, end - start - overlap),
             b=overlap,
             c=0 if c10d.keeps_flight_records() else max(1, int(numbers.get("num_buckets_reduced", 0))),

@@ -182,10 +182,9 @@ class Writer:
                 *(values[name] for name in ("kind", "name", "group", "group_size", "peer", "tag"))
             )
             offset = layout.slot_offset(slot)
-            start, end = values["start_ns"], values.get("end", values["start_ns"])
-            layout.LIVE_SLOT.pack_into(
-                page, offset, start, values["seq"], values["bytes"], values["dtype"], operation, end
-            )
+            begin = layout.slot_mark(values["seq"], values["start_ns"])
+            start, end = values["start_ns"], values.get("end", begin)
+            layout.LIVE_SLOT.pack_into(page, offset, begin, start, values["bytes"], values["dtype"], operation, end)
             owner = values["thread"], values["native_id"]
             layout.LIVE_SLOT_OWNER.pack_into(page, offset + layout.LIVE_SLOT_OWNER_OFFSET, *owner)
         return bytes(page)

@@ -62,8 +62,8 @@ def least_hooks() -> dict[str, Any]:
 
     def slot(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0]
-        start = now()
-        pack(page, 0, start, next(counter), tensor.nbytes, types[tensor.dtype], operation, start)
+        seq = next(counter)
+        pack(page, 0, seq, now(), tensor.nbytes, types[tensor.dtype], operation, seq)
         return wrapped(*args, **kwargs)
 
     return {

@@ -52,7 +52,8 @@ class ThreadState:
 
     def enter(self, operation: bytes, start_ns: int, seq: int = -1, nbytes: int = 0, dtype: int = 0) -> None:
         """Show the operation that the thread enters, as `layout.OPERATION` packs it."""
-        _pack_slot(self.page, self.slot, start_ns, seq, nbytes, dtype, operation, start_ns)
+        mark = layout.slot_mark(seq, start_ns)
+        _pack_slot(self.page, self.slot, mark, start_ns, nbytes, dtype, operation, mark)
 
     def leave(self) -> None:
         """The thread is in no operation: one aligned store."""
