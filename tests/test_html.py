@@ -233,6 +233,7 @@ def test_a_browser_draws_it(tmp_path: Path) -> None:
     assert "Try: more DataLoader workers" in dom
 
 
+@pytest.mark.slow
 @with_browser
 @pytest.mark.timeout(150)
 def test_it_has_a_light_and_a_dark_theme(tmp_path: Path) -> None:

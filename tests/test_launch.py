@@ -238,16 +238,14 @@ def test_dataloader_workers(launch: Launcher, ways: str) -> None:
     assert [row.seq for row in fetches if row.flags & Flag.EXHAUSTED] == [4] * loaders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend",
     [
         "aot_eager",
         pytest.param(
             "inductor",
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
-            ],
+            marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
         ),
     ],
 )

@@ -173,7 +173,10 @@ class Carrier:
         """
         self._prefix = f"{self._prefix}/{agreed}"
         self.state = "joining"
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the process may have no more threads
+            self._end(str(error))
 
     @property
     def needs_store(self) -> bool:
@@ -260,7 +263,7 @@ class Carrier:
                 if not self._patient(deadline):
                     self._end("ranks do not meet")
                     return False
-            _wait(meeting)
+            _torchs_wait()(meeting)
         finally:
             _keep_forever(meeting)
         return True
@@ -288,12 +291,13 @@ class Carrier:
         messages = [buffer.numpy().data for buffer in buffers]
         for buffer in buffers:
             _keep_forever(buffer)
+        wait = _torchs_wait()
         following = was_in = 0
         issued_at = last_issued_at = time.monotonic()
         while not self._stopping.is_set():
             while outstanding and outstanding[0][0].is_completed():
                 work, message, _, _ = outstanding[0]
-                _wait(work)
+                wait(work)
                 outstanding.popleft()
                 if self._rank != 0:
                     iteration, first_is_in, carrier, switches = unpack(message.tobytes())
@@ -327,12 +331,12 @@ class Carrier:
                 self.boundary.wait(ARRIVAL_S if outstanding else IDLE_S)
 
 
-def _wait(work: Any) -> None:
-    """It is complete: this only raises where it failed (`Work.exception` prints a warning)."""
+def _torchs_wait() -> Callable[[Any], Any]:
+    """`Work.wait` past our own hook: of a complete work it only raises what failed (`Work.exception` warns)."""
     from torch.distributed.distributed_c10d import Work
 
-    wait = vars(Work)["wait"]
-    getattr(wait, "__wrapped__", wait)(work)  # past our own hook
+    wait: Callable[[Any], Any] = vars(Work)["wait"]
+    return getattr(wait, "__wrapped__", wait)
 
 
 def _keep_forever(thing: Any) -> None:
