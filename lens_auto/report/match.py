@@ -133,7 +133,7 @@ class Matched:
         found = np.zeros((len(self.iteration), *values.shape[1:]), dtype=np.float64)
         if len(values):
             first = np.flatnonzero(np.append(True, np.diff(self.operation_iteration) > 0))
-            found[self.operation_iteration[first]] = np.add.reduceat(values.astype(np.float64), first, axis=0)
+            found[self.operation_iteration[first]] = np.add.reduceat(values, first, axis=0, dtype=np.float64)
         return found
 
 
@@ -243,12 +243,15 @@ class _Matcher:
         chosen = [np.flatnonzero(each["source"] == Source.COLLECTIVE) for each in self.points]
         # What FSDP issues passes through Python: it is hidden only where collectives are not recorded.
         exchanged = self._exchanged()
-        recorded = max(self._covers(chosen), self._covers_exchanged(exchanged)) >= _COVERED
-        if REDUCER in wrappers or (wrappers & GATHERING_WRAPPERS and not recorded):
+        reduces, gathers = REDUCER in wrappers, bool(wrappers & GATHERING_WRAPPERS)
+        if gathers or not reduces:
+            recorded = max(self._covers(chosen), self._covers_exchanged(exchanged)) >= _COVERED
+            gathers = gathers and not recorded
+        if reduces or gathers:
             chosen = _joined(chosen, self._hidden(always=True))
         elif not recorded:
             chosen = _joined(chosen, self._hidden(always=False))
-        found = self._lay_out(chosen, exchanged, bool(wrappers & GATHERING_WRAPPERS) and not recorded)
+        found = self._lay_out(chosen, exchanged, gathers)
         if found is None:
             self.notes.append(
                 "no operation is seen in which the ranks met: they are not compared"
@@ -537,14 +540,21 @@ def _in_turn(arrival_ns: Int64Array, release_ns: Int64Array, present: Mask) -> I
     late = present & (arrival_ns < before)
     if not late.any():
         return np.arange(len(present), dtype=np.int64)
+    # What may be late is so only where what came before it was kept. One list of all that is present: rows are many.
+    doubtful: list[bool] = np.any(late, axis=1).tolist()
+    ends = np.cumsum(np.count_nonzero(present, axis=1)).tolist()
+    columns = np.nonzero(present)[1].tolist()
+    came, left = arrival_ns[present].tolist(), release_ns[present].tolist()
     kept = []
     free = [_LOWEST] * present.shape[1]
-    columns = [np.flatnonzero(row).tolist() for row in present]
-    for row, (came, left, those) in enumerate(zip(arrival_ns.tolist(), release_ns.tolist(), columns, strict=True)):
-        if all(came[column] >= free[column] for column in those):
+    begin = 0
+    for row, end in enumerate(ends):
+        cells = range(begin, end)
+        begin = end
+        if not doubtful[row] or all(came[each] >= free[columns[each]] for each in cells):
             kept.append(row)
-            for column in those:
-                free[column] = left[column]
+            for each in cells:
+                free[columns[each]] = left[each]
     return np.array(kept, dtype=np.int64)
 
 

@@ -8,11 +8,13 @@ random numbers change.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Float64Array = npt.NDArray[np.float64]
+FloatArray = npt.NDArray[np.floating[Any]]
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95
@@ -82,7 +84,7 @@ def spread(values: Float64Array, axis: int = 0) -> Float64Array:
     return found
 
 
-def lower_median_of_others(values: Float64Array) -> Float64Array:
+def lower_median_of_others(values: FloatArray) -> FloatArray:
     """For each column the lower median of the other columns, row by row.
 
     The lower one, so that of two ranks the faster is what the slower is measured by.

@@ -19,7 +19,7 @@ from lens_auto.report import statistics
 from lens_auto.report.match import Matched
 from lens_auto.report.points import Source
 from lens_auto.report.replay import Replay
-from lens_auto.report.statistics import Estimate, Float64Array
+from lens_auto.report.statistics import Estimate, Float64Array, FloatArray
 from lens_auto.report.words import duration, named, percent, span
 
 if TYPE_CHECKING:
@@ -241,15 +241,14 @@ class Judge:
         self.ranks = matched.ranks
         self.span_ns = matched.span_ns
         self.replay = Replay(self.matched)
-        own = self.matched.own_ns.astype(np.float64)
-        self.own = own
-        self.work = own.sum(axis=2)
-        training = own[:, :, _TRAINING].sum(axis=2)
+        self.own = own = self.matched.own_ns
+        self.work = own.sum(axis=2, dtype=np.float64)
+        training = own[:, :, _TRAINING].sum(axis=2, dtype=np.float64)
         # How much later each rank came than the others, for each operation; saving and evaluating are other matters.
         if matched.exchanges:
             self.late_by_phase = self._lateness_where_it_is_worked()
-            trained = self.late_by_phase[:, :, _TRAINING].sum(axis=2)
-            self.late = np.minimum(self.late_by_phase.sum(axis=2), trained)
+            trained = self.late_by_phase[:, :, _TRAINING].sum(axis=2, dtype=np.float64)
+            self.late = np.minimum(self.late_by_phase.sum(axis=2, dtype=np.float64), trained)
         else:
             self.late = np.minimum(_excess(self.work, matched.present), _excess(training, matched.present))
             self.late_by_phase = np.stack([_excess(own[:, :, phase], matched.present) for phase in Phase], axis=2)
@@ -259,7 +258,7 @@ class Judge:
         self.looked_at = self.calm  # for what is typical
         self.explained_ns = np.zeros(len(self.span_ns))  # of each iteration, by stragglers
 
-    def _lateness_where_it_is_worked(self) -> Float64Array:
+    def _lateness_where_it_is_worked(self) -> FloatArray:
         """By how much the work of ranks that send to each other exceeds that of the others: [operation, rank, phase].
 
         They do different things before each operation: what they do of a phase in an iteration is compared, and the
@@ -286,7 +285,7 @@ class Judge:
         """Where each rank's time went."""
         matched = self.matched
         total = max(float(self.span_ns.sum()), 1.0)
-        own = self.own.sum(axis=0)
+        own = self.own.sum(axis=0, dtype=np.float64)
         exposed = np.where(matched.present, matched.exposed_ns[:, None], 0).sum(axis=0)
         waiting = matched.wait_ns.sum(axis=0, dtype=np.float64)
         found = []
@@ -341,9 +340,9 @@ class Judge:
         stalled = self.stalled[matched.operation_iteration]
         above = np.where(stalled[:, :, None], np.maximum(self.own - self._usual(), 0), 0)
         above[:, :, _APART] = 0
-        return above.sum(axis=2), above.sum(axis=0)
+        return above.sum(axis=2, dtype=np.float64), above.sum(axis=0, dtype=np.float64)
 
-    def _usual(self) -> Float64Array:
+    def _usual(self) -> FloatArray:
         """What ranks usually do of a phase before their n-th operation of an iteration: [operation, rank, phase]."""
         found = np.zeros_like(self.own)
         for column, present in enumerate(self.matched.present.T):
@@ -483,13 +482,13 @@ class Judge:
         mine = float(own[:, list(columns)].mean())
         return mine, float(statistics.lower_median(own[:, others]).mean()) if others else 0.0
 
-    def _named_work(self, cause: str | None) -> Float64Array:
+    def _named_work(self, cause: str | None) -> FloatArray:
         if cause == DATA:
             return self.own[:, :, Phase.FORWARD] + self.own[:, :, Phase.BACKWARD]
         for phase in Phase:
             if cause == phase_name(phase):
                 return np.asarray(self.own[:, :, phase])
-        return np.asarray(self.own[:, :, _TRAINING].sum(axis=2))
+        return np.asarray(self.own[:, :, _TRAINING].sum(axis=2, dtype=np.float64))
 
     def _ratios(self, columns: Sequence[int]) -> dict[int, float]:
         """How many times as long as elsewhere each phase takes on some ranks; only of phases that matter."""
@@ -609,7 +608,7 @@ class Judge:
             return self.matched.by_iteration(self.matched.exposed_ns)
         return self._median_rank(np.broadcast_to(self.matched.exposed_ns[:, None], self.matched.present.shape))
 
-    def _median_rank(self, values: Float64Array) -> Float64Array:
+    def _median_rank(self, values: FloatArray) -> Float64Array:
         """Lower median of the ranks: of each operation, summed over an iteration; of the sums where ranks exchange."""
         present = self.matched.present
         if self.matched.exchanges:
@@ -806,35 +805,31 @@ class Judge:
 
     def what_if(self, least: float = 0.01, most: int = 12) -> list[WhatIf]:
         """What it would save if a rank, or one phase of it, were like the median rank; and if a phase were free."""
-        names: list[tuple[int | None, int | None]] = []
-        changes: list[Float64Array] = []
+        found = []
+        for rank, phase, change in self._replacements(least):
+            if not change.any():
+                continue
+            (saved,) = self.replay.saved([change])
+            effect = self.share(saved)
+            if effect.value >= least:
+                found.append(self._what_if(rank, phase, effect, saved))
+        return sorted(found, key=lambda each: (each.rank is None, -each.saves))[:most]
 
-        def add(rank: int | None, phase: int | None, change: Float64Array) -> None:
-            if change.any():
-                names.append((rank, phase))
-                changes.append(change)
-
+    def _replacements(self, least: float) -> Iterator[tuple[int | None, int | None, FloatArray]]:
+        """Rank, phase and what changes before each operation, one at a time: each change is as large as the run."""
         for column, rank in enumerate(self.ranks if self.matched.meets else []):
             worth = np.maximum(self.late[:, column], 0)
             if float(worth.sum()) < least * float(self.span_ns.sum()):
                 continue
-            only = np.zeros_like(self.late)
-            only[:, column] = -worth
-            add(rank, None, only)
+            change = np.zeros_like(self.late)
+            change[:, column] = -worth
+            yield rank, None, change
             for phase in Phase:
                 change = np.zeros_like(self.late)
                 change[:, column] = -np.maximum(self.late_by_phase[:, column, phase], 0)
-                add(rank, phase, change)
+                yield rank, phase, change
         for phase in Phase:
-            add(None, phase, -self.own[:, :, phase])
-        found = []
-        for begin in range(0, len(changes), 8):  # a few at a time: each is as large as the run
-            replayed = self.replay.saved(changes[begin : begin + 8])
-            for (whose, what), saved in zip(names[begin : begin + 8], replayed, strict=True):
-                effect = self.share(saved)
-                if effect.value >= least:
-                    found.append(self._what_if(whose, what, effect, saved))
-        return sorted(found, key=lambda each: (each.rank is None, -each.saves))[:most]
+            yield None, phase, -self.own[:, :, phase]
 
     def _what_if(self, rank: int | None, phase: int | None, effect: Estimate, saved: Float64Array) -> WhatIf:
         total = max(float(self.span_ns.sum()), 1.0)
@@ -889,22 +884,22 @@ class Judge:
 # --- small parts ------------------------------------------------------------------------------------------------------
 
 
-def _excess(values: Float64Array, present: Mask) -> Float64Array:
+def _excess(values: FloatArray, present: Mask) -> FloatArray:
     """How much more than the lower median of the others each rank has; 0 where it was not there."""
     if values.shape[1] < 2:
         return np.zeros_like(values)
     if present.all():
         return values - statistics.lower_median_of_others(values)
     filled = np.where(present, values, _lower_median_of_present(np.where(present, values, np.inf))[:, None])
-    found: Float64Array = np.where(present, filled - statistics.lower_median_of_others(filled), 0)
+    found: FloatArray = np.where(present, filled - statistics.lower_median_of_others(filled), 0)
     return found
 
 
-def _lower_median_of_present(values: Float64Array) -> Float64Array:
+def _lower_median_of_present(values: FloatArray) -> FloatArray:
     """Lower median of the finite values of each row."""
     ordered = np.sort(values, axis=1)
     middle = (np.isfinite(values).sum(axis=1) - 1) // 2
-    found: Float64Array = np.take_along_axis(ordered, np.maximum(middle, 0)[:, None], axis=1)[:, 0]
+    found: FloatArray = np.take_along_axis(ordered, np.maximum(middle, 0)[:, None], axis=1)[:, 0]
     return np.where(np.isfinite(found), found, 0)
 
 
