@@ -202,7 +202,7 @@ class Slot(NamedTuple):
 
 def slot_mark(seq: int, start_ns: int) -> int:
     """What begins and ends a slot: the sequence number, another one than that of the operation before; where there is
-    none the start, negative. (A small number is packed in a third of the time that the start takes.)
+    none the start, negative. (A small number is packed in less time than the start.)
     """
     return seq if seq >= 0 else -start_ns
 
