@@ -183,11 +183,20 @@ def test_instrument_after_torch_was_imported(launch: Launcher) -> None:
 def test_program_without_torch(launch: Launcher) -> None:
     source = """
     import json, logging, sys, threading
+    from opentelemetry.instrumentation import dependencies
+    from opentelemetry.instrumentation.auto_instrumentation import _load
+    from lens_auto import distro
     seen = [name for name in sys.modules if name.startswith(("torch", "numpy", "opentelemetry.sdk"))]
-    print(json.dumps({"threads": [thread.name for thread in threading.enumerate()], "modules": seen}))
+    counts = distro._asks[2].cache_info()
+    print(json.dumps({
+        "threads": [thread.name for thread in threading.enumerate()],
+        "modules": seen,
+        "put back": _load.get_dist_dependency_conflicts is dependencies.get_dist_dependency_conflicts,
+        "spared": counts.hits > counts.misses,
+    }))
     """
     run = launch.instrumented(source).check(run_dirs=0)
-    assert json.loads(run.stdout) == {"threads": ["MainThread"], "modules": []}
+    assert json.loads(run.stdout) == {"threads": ["MainThread"], "modules": [], "put back": True, "spared": True}
     assert not run.spool.exists()
     assert [path.name for path in run.cwd.iterdir()] == ["program.py"]
 
