@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 import os
@@ -88,7 +87,8 @@ def post_instrument() -> None:
         _failed(error)
 
 
-_asks: tuple[Any, Any, Any] | None = None
+_asks: tuple[Any, Any, Any] | None = None  # the module that asks, its own function and ours
+_answers: dict[int, tuple[Any, Any]] = {}
 
 
 def _ask_each_distribution_once() -> None:
@@ -100,8 +100,15 @@ def _ask_each_distribution_once() -> None:
     _load: Any = importlib.import_module("opentelemetry.instrumentation.auto_instrumentation._load")
     original = getattr(_load, "get_dist_dependency_conflicts", None)
     if original is not None:
-        _asks = (_load, original, functools.cache(original))
-        _load.get_dist_dependency_conflicts = _asks[2]
+
+        def ask(distribution: Any) -> Any:
+            key = id(distribution)  # which stays its own: the distribution is kept
+            if key not in _answers:
+                _answers[key] = (distribution, original(distribution))
+            return _answers[key][1]
+
+        _asks = (_load, original, ask)
+        _load.get_dist_dependency_conflicts = ask
 
 
 def _failed(error: Exception) -> None:

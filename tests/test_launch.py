@@ -183,16 +183,17 @@ def test_instrument_after_torch_was_imported(launch: Launcher) -> None:
 def test_program_without_torch(launch: Launcher) -> None:
     source = """
     import json, logging, sys, threading
+    from importlib.metadata import entry_points
     from opentelemetry.instrumentation import dependencies
     from opentelemetry.instrumentation.auto_instrumentation import _load
     from lens_auto import distro
     seen = [name for name in sys.modules if name.startswith(("torch", "numpy", "opentelemetry.sdk"))]
-    counts = distro._asks[2].cache_info()
+    instrumentors = entry_points(group="opentelemetry_instrumentor")
     print(json.dumps({
         "threads": [thread.name for thread in threading.enumerate()],
         "modules": seen,
         "put back": _load.get_dist_dependency_conflicts is dependencies.get_dist_dependency_conflicts,
-        "spared": counts.hits > counts.misses,
+        "spared": 0 < len(distro._answers) <= len(instrumentors) - 15,
     }))
     """
     run = launch.instrumented(source).check(run_dirs=0)
