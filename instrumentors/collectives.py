@@ -88,7 +88,7 @@ def _hook(operation: str, original: Callable[..., Any], sizes: tuple[str, ...], 
             return wrapped(*args, **kwargs)
         if nested:
             return wrapped(*args, **kwargs)
-        info: GroupInfo | None = None  # until the slot shows the call
+        info: GroupInfo | None = None  # until the slot is to show the call
         try:
             try:
                 opened: Opened | None = None
@@ -112,11 +112,12 @@ def _hook(operation: str, original: Callable[..., Any], sizes: tuple[str, ...], 
                     opened = recorder.device.open(value, bool(async_argument.of(args, kwargs)))
                 seq = members.number() + 1 - members.transfers[0] if members.native else next(members.counter)
                 start = _now()
+                info = members  # before the slot: what a signal handler raises in between leaves it again
                 _pack_slot(state.page, state.slot, seq, start, nbytes, dtype, shown, seq)
-                info = members
             except Skip:
                 pass
             except Exception as error:
+                info = None
                 site.fault(error)
             result = wrapped(*args, **kwargs) if kwargs else wrapped(*args)
         except BaseException as error:

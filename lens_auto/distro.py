@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
+import sys
 from typing import Any
 
 from opentelemetry.instrumentation.distro import BaseDistro  # type: ignore[attr-defined]
@@ -97,8 +97,8 @@ def _ask_each_distribution_once() -> None:
     OpenTelemetry looks for each instrumentor anew: 2 ms for each of ours (torch's metadata are read), seen in 0.66.
     """
     global _asks
-    _load: Any = importlib.import_module("opentelemetry.instrumentation.auto_instrumentation._load")
-    original = getattr(_load, "get_dist_dependency_conflicts", None)
+    loader: Any = sys.modules.get("opentelemetry.instrumentation.auto_instrumentation._load")  # it called us
+    original = getattr(loader, "get_dist_dependency_conflicts", None)
     if original is not None:
 
         def ask(distribution: Any) -> Any:
@@ -107,8 +107,8 @@ def _ask_each_distribution_once() -> None:
                 _answers[key] = (distribution, original(distribution))
             return _answers[key][1]
 
-        _asks = (_load, original, ask)
-        _load.get_dist_dependency_conflicts = ask
+        _asks = (loader, original, ask)
+        loader.get_dist_dependency_conflicts = ask
 
 
 def _failed(error: Exception) -> None:

@@ -21,7 +21,7 @@ from lens_auto.recorder.recorder import Recorder
 # Three backwards on each rank, gradients averaged by hand. No optimizer: the first one that a process makes imports
 # torch._dynamo, which takes seconds.
 TRAIN = """
-import sys, time
+import sys
 import torch
 import torch.distributed as dist
 
