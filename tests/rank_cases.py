@@ -733,6 +733,10 @@ def run(plan: dict[str, Any], folder: str) -> dict[str, Any]:
         plan: `case`, `world`, `instrumented` (ranks), `env` (by rank), `limit_s`, `real_end`, and `kill_after`: once
             that rank has ended, the others are killed.
         folder: for what the ranks print and say.
+
+    Returns:
+        By rank: exit status, seconds in all and at the end (less those in which it waited for a CPU that others had;
+        these), what it said and printed.
     """
     begun = time.monotonic()
     ranks: dict[int, int] = {}
@@ -741,28 +745,47 @@ def run(plan: dict[str, Any], folder: str) -> dict[str, Any]:
         if pid == 0:
             become(rank, plan, folder)
         ranks[pid] = rank
-    ends: dict[int, tuple[int, float]] = {}
+    ends: dict[int, tuple[int, float, float]] = {}  # as `reap` returns them
     while len(ends) < len(ranks):
         for pid, rank in ranks.items():
-            if rank not in ends and (found := os.waitpid(pid, os.WNOHANG))[0]:
-                ends[rank] = (os.waitstatus_to_exitcode(found[1]), time.monotonic())
+            if rank not in ends and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                ends[rank] = reap(pid)
         late = time.monotonic() - begun > plan["limit_s"]
         if late or plan["kill_after"] in ends:
             for pid, rank in ranks.items():
                 if rank not in ends:
                     os.kill(pid, signal.SIGKILL)
-                    ends[rank] = (999 if late else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), time.monotonic())
+                    code, *rest = reap(pid)
+                    ends[rank] = (999 if late else code, *rest)
         time.sleep(0.005)
     found = {}
-    for rank, (code, ended) in sorted(ends.items()):
+    for rank, (code, ended, queued) in sorted(ends.items()):
         said: dict[str, Any] = {}
         with contextlib.suppress(FileNotFoundError), open(f"{folder}/{rank}.json") as file:
             said = json.load(file)
         with open(f"{folder}/{rank}.err") as file:
             stderr = file.read()
-        leaving = ended - said["over"] if "over" in said else None
-        found[rank] = {"code": code, "seconds": ended - begun, "leaving_s": leaving, "said": said, "stderr": stderr}
+        seconds = ended - begun - queued
+        leaving = ended - said["over"] - (queued - said["queued_s"]) if "over" in said else None
+        found[rank] = {"code": code, "seconds": seconds, "leaving_s": leaving, "queued_s": queued}
+        found[rank] |= {"said": said, "stderr": stderr}
     return found
+
+
+def reap(pid: int) -> tuple[int, float, float]:
+    """Wait for a rank: its exit status, when it ended, and how long it was ready to run and other processes ran."""
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    ended, queued = time.monotonic(), queued_s(pid)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), ended, queued
+
+
+def queued_s(pid: int | str) -> float:
+    """How long the first thread of a process waited for a CPU so far; 0 where the kernel does not tell."""
+    try:
+        with open(f"/proc/{pid}/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def become(rank: int, plan: dict[str, Any], folder: str) -> None:
@@ -790,7 +813,7 @@ def says(path: str) -> Iterator[None]:
     try:
         yield
     finally:
-        told["over"] = time.monotonic()
+        told["over"], told["queued_s"] = time.monotonic(), queued_s("self")
         with open(path, "w") as file:
             json.dump(told, file)
 

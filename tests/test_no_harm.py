@@ -167,7 +167,8 @@ class Results:
                     leaving = end["leaving_s"]
                     print(
                         f"{plan.id:36} {kind:4} rank {rank}: code {end['code']:4} {end['seconds']:6.2f} s,"
-                        f" leaving {'-' if leaving is None else f'{leaving:.2f} s'} {end['said'].get('carrier', '')}"
+                        f" leaving {'-' if leaving is None else f'{leaving:.2f} s'}, and {end['queued_s']:.2f} s"
+                        f" without a CPU {end['said'].get('carrier', '')}"
                     )
 
 
