@@ -435,7 +435,9 @@ def test_prometheus_is_waited_for_and_ports_are_shared(tmp_path: Path) -> None:
         second = two.start(variables)
         wait_until(lambda: "wait until it can be had" in two.log(), 20)
         assert first.process.poll() is None
-        found = wait_for_scrape(port, "dl_iterations_total{")
+        wait_for_scrape(port, "dl_iterations_total{")
+        time.sleep(1.0)  # an answer may take its time: who was asked does not go at once
+        found = scrape(port)
         assert first.wait().code == 0
         assert one.log() == ""
         wait_until(lambda: all(each.finished for each in two.progress("metrics")), 20)

@@ -39,6 +39,7 @@ NAME = "metrics"  # of its progress files
 LOOK_EVERY_S = 1.0
 TRY_AGAIN_S = 2.0
 FLUSH_S = 2.0
+ANSWER_S = 3.0  # so long may an answer to Prometheus be on its way
 PROMETHEUS = "prometheus"
 _PORT_VARIABLE, _HOST_VARIABLE = "OTEL_EXPORTER_PROMETHEUS_PORT", "OTEL_EXPORTER_PROMETHEUS_HOST"
 
@@ -62,6 +63,7 @@ class Feed:
         self._resource: Mapping[str, Any] = {}  # of a rank of this node
         self._lock = threading.Lock()
         self._added = self._handed = 0
+        self._collected_at = float("-inf")
         self._closing = False
         self._try_at = 0.0
         self._told = False
@@ -99,6 +101,11 @@ class Feed:
         with self._lock:
             return self._added > self._handed
 
+    @property
+    def is_answering(self) -> bool:
+        """Whether it was asked so lately that the answer may not have left."""
+        return time.monotonic() < self._collected_at + ANSWER_S
+
     def add(self, writer: WriterFiles, measured: Measured, since_ns: int) -> None:
         """Add what was measured of a rank.
 
@@ -120,6 +127,7 @@ class Feed:
             if not self._ranks or (self._closing and self._added == self._handed):
                 return None
             self._handed = self._added
+            self._collected_at = time.monotonic()
             found = [rank.collect(self._delta) for rank in self._ranks.values()]
             if self._gpus is not None:
                 found.append(self._gpus.collect(self._resource))
@@ -188,8 +196,8 @@ class Metering:
 
     @property
     def waits_to_be_asked(self) -> bool:
-        """Whether someone who asks has not asked since the last value."""
-        return any(feed.is_asked and feed.is_behind for feed in self._feeds)
+        """Whether someone who asks has not asked since the last value, or may not have the answer yet."""
+        return any(feed.is_asked and (feed.is_behind or feed.is_answering) for feed in self._feeds)
 
     def step(self, candidates: Sequence[Candidate]) -> bool:
         """Count at most one stretch of each writer. True: there may be more at once."""
