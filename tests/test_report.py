@@ -474,18 +474,14 @@ def test_doctor_tells_what_a_job_would_trip_over(tmp_path: Path) -> None:
     assert "Note: nobody listens on 127.0.0.1:9 now" in shown
 
 
-@pytest.mark.parametrize(
-    ("environment", "beginning", "within"),
-    [
-        ({"OTEL_PROPAGATORS": "tracecontext,b3"}, "OTEL_PROPAGATORS=", "opentelemetry-instrument itself cannot start"),
-        ({"OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "-3"}, "OpenTelemetry's SDK cannot be imported", "COUNT_LIMIT must be"),
-        ({"NEMO_LENS_EXPORT_SAMPLE_RATE": "7"}, "NEMO_LENS_EXPORT_SAMPLE_RATE='7'", "no records of ranks are exported"),
-    ],
-)
-def test_doctor_says_it_once(tmp_path: Path, environment: dict[str, str], beginning: str, within: str) -> None:
-    (problem,), _ = problems_of(tmp_path, **environment)
-    assert problem.startswith(beginning)
-    assert within in problem
+def test_doctor_says_it_once(tmp_path: Path) -> None:
+    (problem,), _ = problems_of(tmp_path, OTEL_PROPAGATORS="tracecontext,b3")
+    assert problem.startswith("OTEL_PROPAGATORS=")
+    assert "opentelemetry-instrument itself cannot start" in problem
+    odd = {"OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "-3", "NEMO_LENS_EXPORT_SAMPLE_RATE": "7"}
+    rate, sdk = sorted(problems_of(tmp_path, **odd)[0])
+    assert rate.startswith("NEMO_LENS_EXPORT_SAMPLE_RATE='7'") and "no records of ranks are exported" in rate
+    assert sdk.startswith("OpenTelemetry's SDK cannot be imported") and "COUNT_LIMIT must be" in sdk
 
 
 def text_of(draw: Callable[[Console], None]) -> str:
