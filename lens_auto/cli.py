@@ -390,9 +390,11 @@ def groups(
 ) -> None:
     """Switch span groups of a running job, on every rank from the same iteration."""
     from lens_auto.groups import TrainingSpanGroup
-    from lens_auto.iteration.schedule import write_request
+    from lens_auto.iteration.schedule import MAX_FOR_ITERATIONS, write_request
     from lens_auto.recorder.read import RunDirectory, Status
 
+    if for_iterations is not None and for_iterations > MAX_FOR_ITERATIONS:
+        _fail(f"--for-iterations {for_iterations}: at most {MAX_FOR_ITERATIONS}; nothing is switched")
     with _bad_input():
         wanted = TrainingSpanGroup.resolve(names)
         run = RunDirectory(run_dir)
@@ -400,7 +402,8 @@ def groups(
             _fail(f"no rank of {run_dir} is running on this host; nothing is switched")
         write_request(str(run_dir), wanted, for_iterations)
     lasting = "" if for_iterations is None else f", for {counted(for_iterations, 'iteration')}"
-    _say(f"rank 0 was asked to switch to {', '.join(sorted(wanted))}{lasting}; it does so a few iterations ahead")
+    named = ", ".join(sorted(wanted)) or "no group"
+    _say(f"rank 0 was asked to switch to {named}{lasting}; it does so a few iterations ahead")
 
 
 @app.command()

@@ -89,9 +89,9 @@ def _services_dir() -> str:
     return _services_folder
 
 
-def service_files() -> list[str]:
-    """Files that this process wrote as a service."""
-    return sorted(path for path in _service_files.values() if os.path.exists(path))
+def service_files() -> dict[str, str]:
+    """Files that this process wrote as a service, by signal."""
+    return {signal: path for signal, path in _service_files.items() if os.path.exists(path)}
 
 
 def after_fork() -> None:

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace
 
-from lens_auto import identity
+from lens_auto import guard, identity
 from lens_auto.current_context import iteration_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from lens_auto.logging_bridge import OTelLogHandler
+
 _installed = False
 
 
-def install(provider: Callable[[], Any | None]) -> None:
+def install(provider: Callable[[], Any | None], closed: Callable[[], bool]) -> None:
     """Send what reaches the root logger, INFO and above, to OpenTelemetry as well.
 
     Not by a handler of the root logger: `logging.basicConfig()` does nothing where there is one, and the program would
@@ -25,6 +27,7 @@ def install(provider: Callable[[], Any | None]) -> None:
 
     Args:
         provider: Gives the logger provider, at the first record; None: records go nowhere.
+        closed: Whether it takes no more.
     """
     global _installed
     if _installed:
@@ -32,16 +35,19 @@ def install(provider: Callable[[], Any | None]) -> None:
     _installed = True
     import wrapt
 
-    handler: list[logging.Handler] = []
+    handler: list[OTelLogHandler] = []
     inside = threading.local()
+    site = guard.site("logging.Logger.callHandlers")
 
     def call_handlers(wrapped: Callable[..., None], instance: Any, args: Any, kwargs: Any) -> None:
         wrapped(*args, **kwargs)
         record = args[0] if args else kwargs["record"]
-        if record.levelno < logging.INFO or getattr(inside, "busy", False) or not _reaches_root(instance):
+        if getattr(inside, "busy", False) or not site.gate:
             return
         inside.busy = True  # what building the provider logs must not come back here
         try:
+            if record.levelno < logging.INFO or closed() or not _reaches_root(instance):
+                return
             if not handler:
                 from lens_auto.logging_bridge import OTelLogHandler
 
@@ -49,7 +55,9 @@ def install(provider: Callable[[], Any | None]) -> None:
                 if found is None:
                     return
                 handler.append(OTelLogHandler(found, logging.INFO))
-            handler[0].handle(record)
+            handler[0].send(record)
+        except Exception as error:
+            site.fault(error)
         finally:
             inside.busy = False
 

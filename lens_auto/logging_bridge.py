@@ -62,12 +62,19 @@ class OTelLogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Emits one record; failures go where `logging` sends them (`logging.raiseExceptions`)."""
-        if record.name == "opentelemetry" or record.name.startswith("opentelemetry."):
-            return  # an exporter that reports its own failure would feed itself
         try:
-            self._provider.get_logger(encodable(record.name)).emit(_translate(record))
+            self.send(record)
         except Exception:
             self.handleError(record)
+
+    def send(self, record: logging.LogRecord) -> None:
+        """Emits one record, or raises."""
+        name = str(record.name)
+        if name == "opentelemetry" or name.startswith("opentelemetry."):
+            return  # an exporter that reports its own failure would feed itself
+        if sys.is_finalizing():
+            return  # nothing can be imported or sent any more
+        self._provider.get_logger(encodable(name)).emit(_translate(record))
 
     def flush(self) -> None:
         """Nothing is held here: the provider's processors hold it, and shutdown flushes them."""
@@ -82,7 +89,7 @@ def _translate(record: logging.LogRecord) -> Any:
         timestamp=time_ns,
         observed_timestamp=time_ns,
         context=get_current(),
-        severity_text="WARN" if record.levelname == "WARNING" else record.levelname,
+        severity_text="WARN" if record.levelname == "WARNING" else encodable(str(record.levelname)),
         # DEBUG, INFO, WARNING, ERROR, CRITICAL are 10 to 50; OpenTelemetry's five begin at 5, 9, 13, 17, 21.
         severity_number=SeverityNumber(4 * min(record.levelno // 10, 5) + 1 if record.levelno > 0 else 0),
         body=encodable(_message(record)),
@@ -106,14 +113,20 @@ def _text(value: object) -> str:
 
 
 def _attributes(record: logging.LogRecord) -> dict[str, Any]:
+    fields: dict[Any, Any] = vars(record)  # what `extra` names there need not be text
     attributes: dict[str, Any] = {
         encodable(key): kept
-        for key, value in vars(record).items()
-        if key not in _STANDARD_FIELDS and (kept := held(value)) is not None
+        for key, value in fields.items()
+        if isinstance(key, str) and key not in _STANDARD_FIELDS and (kept := held(value)) is not None
     }
-    attributes[CODE_FILE_PATH] = encodable(record.pathname)
-    attributes[CODE_FUNCTION_NAME] = record.funcName
-    attributes[CODE_LINE_NUMBER] = record.lineno
+    # A record that a program made by itself has not all of these.
+    for key, value in (
+        (CODE_FILE_PATH, record.pathname),
+        (CODE_FUNCTION_NAME, record.funcName),
+        (CODE_LINE_NUMBER, record.lineno),
+    ):
+        if value and (kept := held(value)) is not None:
+            attributes[key] = kept
     if record.exc_info and record.exc_info[0] is not None:
         kind, error, trace = record.exc_info
         attributes[EXCEPTION_TYPE] = kind.__name__

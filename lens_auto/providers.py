@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("lens_auto")
 
 locate = identity.locate  # the file of a signal
+_WORDS = {"traces": "spans", "logs": "log records", "metrics": "metrics"}
 
 _installed = False
 _lock = threading.RLock()
@@ -65,12 +66,13 @@ def install() -> None:
     if places.logs_wanted(prefix.environment(), _additions):
         _capture_logs()
     os.register_at_fork(after_in_child=_after_fork)
+    atexit.register(_close)  # before any function of the program's is registered: theirs still make spans and logs
 
 
 def _capture_logs() -> None:
     from lens_auto import log_capture
 
-    log_capture.install(logger_provider)
+    log_capture.install(logger_provider, lambda: _closed)
 
 
 def installed() -> bool:
@@ -295,7 +297,6 @@ def _build(signal: str) -> Any | None:
 
     if _pipeline is None:
         _pipeline = pipelines.Pipeline()
-        atexit.register(_close)
         end_in_children(_pipeline, _close)
     plan = _plan(signal, names)
     provider: Any
@@ -378,10 +379,11 @@ def _close() -> None:
             settings.exit_timeout_s,
         )
     files = identity.service_files()
-    if files and not settings.quiet:
-        shown = os.path.relpath(files[0])
+    signal = next((each for each in _WORDS if each in files), None)
+    if signal is not None and not settings.quiet:
+        path, shown = files[signal], os.path.relpath(files[signal])
         print(
-            f"lens-auto: spans of this process are in {files[0] if shown.startswith('..') else shown}",
+            f"lens-auto: {_WORDS[signal]} of this process are in {path if shown.startswith('..') else shown}",
             file=sys.stderr,
             flush=True,
         )

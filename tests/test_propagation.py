@@ -20,9 +20,11 @@ from test_no_harm import PROGRAM
 from lens_auto.groups import TrainingSpanGroup
 from lens_auto.iteration import origin
 from lens_auto.iteration.carrier import CARRIER_BYTES, Switch, pack, unpack
+from lens_auto.iteration.schedule import WINDOW_GROUPS, Schedule, window_switches
 from lens_auto.iteration.sharing import SKEW_MESSAGES, Skew
 from lens_auto.recorder import ids
 from lens_auto.recorder.layout import Flag, Kind
+from lens_auto.recorder.recorder import NEVER
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 STARTED_FROM = {
@@ -332,6 +334,43 @@ def switch_while_it_runs(launch: Launcher, mode: str, more_env: dict[str, str] |
     assert [each - found[6] for each in found[6:]] == list(range(6))
     check_traffic(result, found)
     return writers
+
+
+def test_the_last_request_counts() -> None:
+    some, more = frozenset({"job", "step"}), frozenset({"job", "communication"})
+    groups, windows = window_switches(some, [(300, 309)])
+    schedule = Schedule(windows)
+    schedule.add([Switch(more, 10), Switch(some, 110)])
+    schedule.add([Switch(more, 10), Switch(some, 110)])  # it is told again and again
+    assert [schedule.due(each) for each in (9, 10, 11)] == [None, more, None]
+    schedule.add([Switch(more, 60)])
+    assert [schedule.due(each) for each in (60, 110, 200)] == [more, None, None]
+    assert schedule.next_iteration == 300  # windows are no request
+    assert [schedule.due(each) for each in (300, 310)] == [some | WINDOW_GROUPS, groups]
+    assert schedule.next_iteration == NEVER
+
+
+@pytest.mark.slow
+def test_a_request_while_another_lasts(launch: Launcher) -> None:
+    """The second is shorter than what is left of the first, and ends both."""
+    env = {"NEMO_LENS_SPAN_GROUPS": "step,job", "PAUSE_S": "0.02"}
+    started = start(launch, {"case": "traffic", "env": {"all": env}})
+    run_dir = launch.cwd / "0.traffic" / "run"
+    until(lambda: (run_dir / "manifest.json").exists())
+    time.sleep(1.0)
+    for count, pause_s in (("5000", 5.0), ("20", 5.0)):
+        command = [str(SCRIPTS / "lens-auto"), "groups", str(run_dir), "communication", "--for-iterations", count]
+        asked = launch.run(*command)
+        assert asked.code == 0, asked.stderr
+        time.sleep(pause_s)
+    (launch.cwd / "stop").touch()
+    (result,) = results(started)
+    writers = {writer.rank: writer for writer in read_run(run_dir)}
+    found = sorted({row.iteration for row in _rows(writers[0], Kind.COLLECTIVE) if row.flags & Flag.SPAN})
+    assert 20 < len(found) < 5000
+    assert found == list(range(found[0], found[-1] + 1))
+    assert found[-1] + 10 < result["ranks"]["0"]["said"]["iterations"]
+    check_traffic(result, found)
 
 
 def until(condition: Callable[[], bool], limit_s: float = 30) -> None:

@@ -223,6 +223,36 @@ def test_logs_go_to_the_run_directory(launch: Launcher) -> None:
     assert bytes.fromhex(record["spanId"]) == spans["s"][0].span_id
 
 
+LOGS_OF_EVERY_MAKE = """
+import atexit
+import logging
+logging.basicConfig(format="%(message)s", level=logging.INFO)
+log = logging.getLogger("train")
+
+class Last:
+    def __del__(self):
+        log.info("deleted")
+
+last = Last()
+atexit.register(lambda: log.info("at exit"))
+log.handle(logging.makeLogRecord({"msg": "by hand", "levelno": 30, "levelname": "WARNING"}))
+log.info("odd name of a field", extra={1: 2})
+log.handle(logging.makeLogRecord({"msg": "odd place", "levelno": 20, "lineno": "?", "pathname": 3, "funcName": None}))
+"""
+
+
+def test_log_records_of_every_make(launch: Launcher) -> None:
+    """Records that a program made by itself, and those of its end."""
+    run = check(launch.instrumented(LOGS_OF_EVERY_MAKE, env={"NEMO_LENS_LOGS_ENABLED": "1"}))
+    said = ["by hand", "odd name of a field", "odd place", "at exit"]
+    (path,) = service_files(run)
+    shown = f"lens-auto: log records of this process are in lens-runs/{run.run_dir.name}/services/{path.name}"
+    assert run.lines == [*said, shown, "deleted"]
+    parts = [json.loads(line)["resourceLogs"][0]["scopeLogs"] for line in path.read_text().splitlines()]
+    records = [record for part in parts for scope in part for record in scope["logRecords"]]
+    assert sorted(record["body"]["stringValue"] for record in records) == sorted(said)
+
+
 AWKWARD_LOGS = """
 import logging
 import os

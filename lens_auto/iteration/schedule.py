@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from lens_auto.iteration.carrier import Switch
 from lens_auto.recorder.recorder import NEVER
 
 WINDOW_GROUPS = frozenset({"communication", "microbatch"})
 CONTROL_NAME = "control.json"
+MAX_FOR_ITERATIONS = 1_000_000_000
 
 
 def window_switches(groups: frozenset[str], window: Iterable[tuple[int, int]]) -> tuple[frozenset[str], list[Switch]]:
@@ -38,10 +39,15 @@ def window_switches(groups: frozenset[str], window: Iterable[tuple[int, int]]) -
 
 
 class Schedule:
-    """The switches that are still to come in this process."""
+    """The switches that are still to come in this process.
 
-    def __init__(self, switches: Iterable[Switch] = ()) -> None:
-        self._coming = sorted(switches, key=lambda each: each.from_iteration)
+    Args:
+        windows: those of the environment. Requests to switch come on top.
+    """
+
+    def __init__(self, windows: Iterable[Switch] = ()) -> None:
+        self._coming = sorted(windows, key=lambda each: each.from_iteration)
+        self._windows = frozenset(self._coming)
         self._known = set(self._coming)
 
     @property
@@ -49,12 +55,17 @@ class Schedule:
         """When to look again."""
         return self._coming[0].from_iteration if self._coming else NEVER
 
-    def add(self, switches: Iterable[Switch]) -> None:
-        """Take switches in; one that is known already changes nothing."""
-        for switch in switches:
-            if switch not in self._known:
-                self._known.add(switch)
-                self._coming = sorted([*self._coming, switch], key=lambda each: each.from_iteration)
+    def add(self, switches: Sequence[Switch]) -> None:
+        """Take in the switches of one request; known ones change nothing. What an earlier request would do later than
+        this one begins is off: it would undo this one.
+        """
+        new = [switch for switch in switches if switch not in self._known]
+        if not new:
+            return
+        self._known.update(new)
+        first = min(switch.from_iteration for switch in switches)
+        kept = (each for each in self._coming if each in self._windows or each.from_iteration < first)
+        self._coming = sorted([*kept, *new], key=lambda each: each.from_iteration)
 
     def due(self, iteration: int) -> frozenset[str] | None:
         """Groups to switch to in this iteration; None: nothing changes."""
@@ -98,6 +109,8 @@ class Requests:
             with open(path, "rb") as file:
                 found = json.loads(file.read(1 << 16))
             count = found["for_iterations"]
+            if count is not None and not 0 < int(count) <= MAX_FOR_ITERATIONS:
+                return None
             return frozenset(map(str, found["groups"])), None if count is None else int(count)
         except (OSError, ValueError, KeyError, TypeError):
             return None

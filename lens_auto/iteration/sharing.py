@@ -117,7 +117,7 @@ class Sharing:
                 self.carrier.start(info["seed"])
         if self.skew.widest:
             info["iteration_skew"] = self.skew.widest
-        if self._rank == 0 and run_dir and not (self.carrier is not None and self.carrier.needs_store):
+        if self._rank == 0 and run_dir and self._may_request:
             request = self._requests.look(run_dir)
             if request is not None:
                 self._request(*request)
@@ -166,13 +166,23 @@ class Sharing:
 
     # --- switches -----------------------------------------------------------------------------------------------------
 
+    @property
+    def _may_request(self) -> bool:
+        """Not before what was asked last has begun: the other ranks must have heard of it to leave it out."""
+        if self.carrier is not None and self.carrier.needs_store:
+            return False
+        return not self._switches or self._switches[0].from_iteration <= self._recorder.iteration
+
     def _request(self, groups: frozenset[str], for_iterations: int | None) -> None:
         """Rank 0 was asked to switch: decide from which iteration, tell all ranks."""
         wanted = groups & TrainingSpanGroup.ALL_GROUPS
         first = self._recorder.iteration + self._ahead()
         switches = [Switch(wanted, first)]
         if for_iterations is not None:
-            switches.append(Switch(frozenset(state.enabled_span_groups), first + for_iterations))
+            before = self._switches[-1:]
+            passing = before and before[0].from_iteration > self._recorder.iteration
+            lasting = before[0].groups if passing else frozenset(state.enabled_span_groups)
+            switches.append(Switch(lasting, first + for_iterations))
         self._switches = switches
         self._switch(switches)
         self._published = False
