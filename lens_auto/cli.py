@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 import time
@@ -23,6 +25,7 @@ PROGRESS_AFTER_S = 1.0
 
 _BAD_INPUT = 2
 _TAKE_FILES = ("report", "compare", "html")  # commands that also take OTLP/JSON lines
+_NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 _BROKEN_PIPE = 141  # what a shell reports of a program that SIGPIPE ended
 
 app = typer.Typer(
@@ -309,6 +312,7 @@ def export(
         count = damaged = 0
         with _progress("exporting", len(run.writers)) as advance, output(path) as file:
             for made in run_spans(run):
+                problems += [made.problem] if made.problem else []
                 for line, spans in encode([made]):
                     file.write(line)
                     count += spans
@@ -371,7 +375,9 @@ def collect(
     from lens_auto.export.collect import collect as merge
 
     with _bad_input():
-        copied, there = merge(parts, to_directory)
+        copied, there, problems = merge(parts, to_directory)
+    for problem in problems:
+        _say(f"{problem}; nothing of it is copied")
     _say(f"{counted(copied, 'rank')} copied to {to_directory}" + (f", {there} were there already" if there else ""))
 
 
@@ -535,14 +541,40 @@ def _progress(what: str, total: int) -> Iterator[Callable[[float], None]]:
             bar.stop()
 
 
+class _ClosedOutput(io.RawIOBase):
+    """Stands for a standard output that whoever started us has closed: only what needs it fails."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+
 def main() -> None:
     """Entry point of the `lens-auto` command."""
+    if sys.stdout is None:
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(_ClosedOutput()))
+    status: Any
     try:
-        app()
+        try:
+            app()
+            return
+        except SystemExit as end:
+            if not isinstance(end.__context__, BrokenPipeError):  # typer and rich make an exit of it
+                sys.stdout.flush()
+                raise
+            status = _BROKEN_PIPE
     except BrokenPipeError:
-        # Whoever read our output has seen enough; the interpreter's own flush at exit must not complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(_BROKEN_PIPE)
+        status = _BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in _NO_OUTPUT:
+            raise
+        _say(f"the output: {error.strerror}")
+        status = _BAD_INPUT
+    # The reader has seen enough, or there is no room: the interpreter's own flush at exit must not complain.
+    sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -351,6 +351,40 @@ def test_a_reader_that_leaves_early(tmp_path: Path) -> None:
     assert done.stderr == b""
 
 
+@pytest.mark.parametrize("arguments", ["report", "report --json", "export", "--help"])
+def test_an_output_that_takes_nothing(tmp_path: Path, arguments: str) -> None:
+    """A full device, a standard output that was closed, a reader that left before the first byte."""
+    name, *options = arguments.split()
+    run = "" if name == "--help" else str(write_run(tmp_path, train(Writer(), 3)))
+    command = f"{sys.executable} -m lens_auto.cli {name} {run} {' '.join(options)}"
+    ends = {" >/dev/full": (2, "No space left on device"), " >&-": (2, "Bad file descriptor")}
+    ends[" | (exec <&-; sleep 2); exit ${PIPESTATUS[0]}"] = (141, "")
+    for end, (status, says) in ends.items():
+        done = subprocess.run(
+            ["bash", "-c", command + end], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
+        assert done.returncode == status, (end, done.stderr)
+        assert done.stderr.splitlines()[:1] == ([f"lens-auto: the output: {says}"] if says else []) or (
+            name == "export" and done.stderr == f"lens-auto: the output: {says}; nothing is written\n"
+        )
+
+
+def test_what_is_left_out_is_told(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path, train(Writer(rank=0, world_size=2), 3), train(Writer(rank=1, world_size=2, pid=4243, nonce=99), 3)
+    )
+    first, second = sorted((run / layout.RANKS_DIR).iterdir())
+    for segment in first.glob("*.seg"):
+        segment.unlink()
+    done = command("export", str(run), "-o", str(tmp_path / "out"))
+    assert done.returncode == 0
+    assert "records are missing; files were cut or lost" in done.stderr
+    (second / layout.WRITER_NAME).write_text("")
+    done = command("collect", str(run), "-o", str(tmp_path / "merged"))
+    assert f"{second / layout.WRITER_NAME}" in done.stderr and "nothing of it is copied" in done.stderr
+    assert "1 rank copied to" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["report", "export"])
 def test_bad_input_is_one_line(tmp_path: Path, name: str) -> None:
     run = write_run(tmp_path / "lens-runs" / "one", train(Writer(), 1))

@@ -536,6 +536,22 @@ def test_start_up_ends_with_the_last_set_up_record() -> None:
     assert phases(found, 0) == {D: 1, F: 1, B: 1, S: 1}
 
 
+def test_steps_in_another_thread() -> None:
+    """The program hands the optimizer's step to a thread, and waits for it."""
+    writer = Writer()
+    loader = writer.loader(1)
+    for _ in range(3):
+        writer.fetch(loader, 1)
+        writer.wait(2)
+        writer.backward(3)
+        writer.take(Kind.OPTIMIZER_STEP, 1, a=0, b=1, name="Adam", thread=5)
+        writer.wait(1)
+    found = rule(writer)
+    assert found.thread == 0
+    assert bounds(found) == [(0, 8), (8, 16), (16, 24)]  # the first starts the loader
+    assert phases(found, 1) == {X: 1, D: 1, F: 2, B: 3, S: 1}
+
+
 def test_threads_that_do_not_train_are_left_out() -> None:
     writer = train(Writer(), 3)
     plain = rule(writer)

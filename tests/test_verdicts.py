@@ -25,7 +25,7 @@ from synthetic import write_run
 
 from lens_auto.recorder.layout import Kind
 from lens_auto.report import statistics
-from lens_auto.report.words import percent, span
+from lens_auto.report.words import every, percent, span
 
 STRAGGLER = str(Path(__file__).parent.parent / "examples" / "straggler.py")
 MS = 1_000_000
@@ -642,3 +642,6 @@ def test_words() -> None:
     assert span(2.1 * 3600e9, 11.7 * 3600e9) == "2.10 h of 11.7 h"
     assert span(4.2e9, 7.6e9) == "4.20 s of 7.60 s"
     assert (percent(0.183), percent(0.018)) == ("18%", "1.8%")
+    often = [every(count, "iteration") for count in (0.6, 1.4, 2, 2.6, 10, 12, 21, 113)]
+    assert often[:2] == ["in every iteration"] * 2
+    assert [each.split()[2] for each in often[2:]] == ["2nd", "3rd", "10th", "12th", "21st", "113th"]

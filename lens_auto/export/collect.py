@@ -16,7 +16,7 @@ class NotOneRun(ValueError):
     """The parts belong to different runs."""
 
 
-def collect(parts: list[Path], target: Path) -> tuple[int, int]:
+def collect(parts: list[Path], target: Path) -> tuple[int, int, list[str]]:
     """Copy all writers of the parts into one run directory.
 
     Args:
@@ -24,7 +24,7 @@ def collect(parts: list[Path], target: Path) -> tuple[int, int]:
         target: the merged one; made where it does not exist, completed where it holds the same run.
 
     Returns:
-        How many writers were copied or brought up to date, and how many were there already.
+        How many writers were copied or brought up to date, how many were there already, and what could not be read.
 
     Raises:
         NotOneRun: the parts, or what the target holds, are of different runs.
@@ -51,7 +51,7 @@ def collect(parts: list[Path], target: Path) -> tuple[int, int]:
             changed = sum(_copy(folder, merged / RANKS_DIR / writer.name) for folder in writer.folders)
             copied, there = copied + (changed > 0), there + (changed == 0)
         _copy_beside(run.path, merged)
-    return copied, there
+    return copied, there, [str(problem) for run in runs for problem in run.problems]
 
 
 def _copy(source: Path, target: Path) -> int:

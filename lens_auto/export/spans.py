@@ -117,12 +117,14 @@ class WriterSpans:
         resource: attributes that all of them share.
         count: how many there are.
         spans: the spans, once.
+        problem: what is to be said of records that are missing; empty where none is.
     """
 
     writer: WriterFiles
     resource: dict[str, AttributeValue]
     count: int
     spans: Iterator[Span]
+    problem: str = ""
 
 
 def run_spans(run: RunDirectory) -> Iterator[WriterSpans]:
@@ -133,8 +135,10 @@ def run_spans(run: RunDirectory) -> Iterator[WriterSpans]:
     """
     survey = _Survey(run)
     for writer in run.writers:
-        maker = SpanMaker(survey, survey.look(writer))
-        yield WriterSpans(writer, resource_of(writer), maker.count, maker.spans())
+        looked = survey.look(writer)
+        maker = SpanMaker(survey, looked)
+        lost = writer.lost(len(looked.records), looked.records.holes, looked.records.damaged)
+        yield WriterSpans(writer, resource_of(writer), maker.count, maker.spans(), lost)
 
 
 def resource_of(writer: WriterFiles) -> dict[str, AttributeValue]:

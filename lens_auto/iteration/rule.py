@@ -190,7 +190,9 @@ def find_iterations(
     starts = data["start_ns"].astype(np.int64)
     inside_backward = _steps_inside_backward(data, starts)
     thread = _training_thread(data, inside_backward)
-    events = _Events(data, numbers, starts, thread, inside_backward)
+    stepping = _stepping_thread(data, inside_backward)
+    foreign = inside_backward | ((data["kind"] == Kind.OPTIMIZER_STEP) & (data["thread"] == stepping))
+    events = _Events(data, numbers, starts, thread, foreign, inside_backward)
     until_ns = max(int(events.end_ns.max(initial=0)), end_ns or 0)
 
     counted = events.of(Kind.OPTIMIZER_STEP) & (data["b"][events.row] == 1)
@@ -259,22 +261,37 @@ def _renumber(
     record_iteration[late] = np.maximum(resume.number - behind, -1)
 
 
-def _training_thread(data: npt.NDArray[np.void], inside_backward: Mask) -> int:
-    """The thread that stepped optimizers; where none did, the one that ran backward, or fetched.
+def _stepping_thread(data: npt.NDArray[np.void], inside_backward: Mask) -> int:
+    """The thread that stepped optimizers; -1: none did. Steps inside backward do not tell."""
+    stepped = (data["kind"] == Kind.OPTIMIZER_STEP) & ~inside_backward
+    for candidates in (stepped & (data["b"] == 1), stepped):
+        threads = data["thread"][candidates]
+        if len(threads):
+            return int(np.bincount(threads).argmax())
+    return -1
 
-    Steps inside backward do not tell.
+
+def _training_thread(data: npt.NDArray[np.void], inside_backward: Mask) -> int:
+    """The thread that stepped optimizers; where none did, or it did nothing else, the one that ran backward, or
+    fetched.
     """
     kind = data["kind"]
-    stepped = (kind == Kind.OPTIMIZER_STEP) & ~inside_backward
-    for candidates in (stepped & (data["b"] == 1), stepped, *(kind == each for each in reversed(_TRAINING_KINDS[:3]))):
-        threads = data["thread"][candidates]
+    stepping = _stepping_thread(data, inside_backward)
+    backward = data["thread"][kind == Kind.BACKWARD]
+    does_more = np.isin(kind[data["thread"] == stepping], (Kind.BACKWARD, Kind.FETCH)).any()
+    if stepping >= 0 and (does_more or not len(backward)):
+        return stepping
+    for threads in (backward, *(data["thread"][kind == each] for each in (Kind.FETCH, Kind.LOADER_START))):
         if len(threads):
             return int(np.bincount(threads).argmax())
     return int(data["thread"].min()) if len(data) else -1
 
 
 class _Events:
-    """The training thread's events in order of their start, outer before inner; unknown ends are filled in."""
+    """The training thread's events in order of their start, outer before inner; unknown ends are filled in.
+
+    `foreign` ones belong to them whichever thread they ran in.
+    """
 
     def __init__(
         self,
@@ -282,11 +299,12 @@ class _Events:
         numbers: Int64Array,
         starts: Int64Array,
         thread: int,
+        foreign: Mask,
         inside_backward: Mask,
     ) -> None:
         kind, flags = data["kind"], data["flags"]
         wanted = np.isin(kind, np.array(_EVENT_KINDS, dtype=kind.dtype)) & (data["thread"] == thread)
-        wanted |= inside_backward
+        wanted |= foreign
         rows = np.flatnonzero(wanted)
         ends = data["end_ns"][rows].astype(np.int64)
         order = np.lexsort((-ends, starts[rows]))

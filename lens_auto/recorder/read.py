@@ -737,6 +737,19 @@ class WriterFiles:
             self._problems.append(UnreadableFile(self.folders[0] / layout.STRINGS_NAME, found, "", _UNNAMED))
         return f"<{number}>"
 
+    def lost(self, records: int, holes: int, damaged: int) -> str:
+        """What to say of records that the writer counted and that are nowhere; empty where none is missing.
+
+        Args:
+            records, holes, damaged: how many were read.
+        """
+        lost = self.info.records - records - holes - damaged - self.dropped
+        if self.status is not Status.CLOSED or lost <= 0:
+            return ""
+        return (
+            f"rank {self.info.rank}: {lost:,} of its {self.info.records:,} records are missing; files were cut or lost"
+        )
+
     def records(self, first_segment: int = 0, segments: int | None = None) -> Records:
         """Read all committed records. Segments that cannot be read are skipped and noted in the run's problems.
 

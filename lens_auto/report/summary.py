@@ -170,6 +170,7 @@ def summarize(run: RunDirectory, loaded: Sequence[LoadedWriter], problems: Itera
     again = restarts(spent)
     found = [*analysis.findings, *([again] if again is not None else [])]
     first, first_end, hang = _ends(run, ranks)
+    lost = filter(None, (each.writer.lost(each.records, each.holes, each.damaged) for each in loaded))
     summary = Summary(
         verdict="",
         findings=sorted(found, key=lambda each: -each.effect),
@@ -195,21 +196,10 @@ def summarize(run: RunDirectory, loaded: Sequence[LoadedWriter], problems: Itera
         records=sum(rank.records for rank in ranks),
         dropped=sum(rank.dropped for rank in ranks),
         mispredicted=sum(rank.mispredicted for rank in ranks),
-        problems=[*problems, *(str(problem) for problem in run.problems), *filter(None, map(_lost, loaded))],
+        problems=[*problems, *(str(problem) for problem in run.problems), *lost],
     )
     summary.verdict = verdict(summary)
     return summary
-
-
-def _lost(loaded: LoadedWriter) -> str:
-    """Records that a writer that closed counted, and that are nowhere; empty where none is missing."""
-    writer = loaded.writer
-    lost = writer.info.records - loaded.records - loaded.holes - loaded.damaged - writer.dropped
-    if writer.status is not Status.CLOSED or lost <= 0:
-        return ""
-    return (
-        f"rank {writer.info.rank}: {lost:,} of its {writer.info.records:,} records are missing; files were cut or lost"
-    )
 
 
 def _ends(run: RunDirectory, ranks: Sequence[RankSummary]) -> tuple[int | None, str, str]:

@@ -20,7 +20,7 @@ from lens_auto.report.match import Matched
 from lens_auto.report.points import Source
 from lens_auto.report.replay import Replay
 from lens_auto.report.statistics import Estimate, Float64Array, FloatArray
-from lens_auto.report.words import duration, named, percent, span
+from lens_auto.report.words import duration, every, named, percent, span
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -705,11 +705,11 @@ class Judge:
         advice += " in the same iteration, nothing else on the hosts"
         if at_start:
             advice = "persistent_workers=True, or fewer and longer passes"
-        every = len(self.span_ns) * len(columns) / events
+        often = every(len(self.span_ns) * len(columns) / events, "iteration")
         return self._finding(
             *("stalls", ranks, cause, causes, effect, threshold),
             f"{named(ranks)} {'stalls' if len(ranks) == 1 else 'stall'} now and then: {events} times"
-            f" {duration(each)}, about every {every:.0f}th iteration, in {where}",
+            f" {duration(each)}, {often}, in {where}",
             advice,
             {
                 "events": events,
@@ -742,13 +742,13 @@ class Judge:
         columns = [column for column in range(len(self.ranks)) if by_iteration[:, column].any()]
         ranks = [self.ranks[column] for column in columns]
         gaps = np.diff(np.flatnonzero(busy))
-        every = float(np.median(gaps)) if len(gaps) else float(len(busy))
+        often = every(float(np.median(gaps)) if len(gaps) else len(busy), "iteration")
         each = float(by_iteration.max(axis=1)[busy].mean())
         who = "all ranks" if len(ranks) == len(self.ranks) else named(ranks)
         waiting = "" if len(ranks) == len(self.ranks) else ", and the others wait"
         return self._finding(
             *(kind, ranks, phase_name(phase), [], effect, MIN_EFFECT),
-            f"{what} takes {duration(each)} on {who} about every {every:.0f}th iteration{waiting}",
+            f"{what} takes {duration(each)} on {who} {often}{waiting}",
             advice,
             {"events": int(busy.sum()), "mean_ns": round(each)},
         )

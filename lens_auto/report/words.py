@@ -17,6 +17,15 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun[:-1]}ies" if noun.endswith("ry") else f"{count:,} {noun}s"
 
 
+def every(count: float, noun: str) -> str:
+    """How often: `in every iteration`, `about every 3rd iteration`."""
+    number = round(count)
+    if number <= 1:
+        return f"in every {noun}"
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"about every {number}{ending} {noun}"
+
+
 def named(ranks: Sequence[int], limit: int = 8) -> str:
     """Ranks as words: `rank 3`, `ranks 0 to 3, 7`."""
     runs: list[list[int]] = []
