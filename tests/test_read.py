@@ -241,6 +241,19 @@ def test_the_spool_folder_of_a_run_can_be_read_itself(tmp_path: Path) -> None:
     assert run.problems == []
 
 
+def test_a_copy_is_read_as_it_is(tmp_path: Path) -> None:
+    """It names the original, which may still be there."""
+    in_spool, in_run, _ = running_in_spool(tmp_path, 50)
+    for path in in_spool.iterdir():
+        shutil.copy(path, in_run)
+    shutil.rmtree(in_spool)
+    copy = Path(shutil.copytree(tmp_path / "run", tmp_path / "copy"))
+    (segment,) = copy.rglob("*.seg")
+    segment.unlink()
+    assert len(RunDirectory(tmp_path / "run").writers[0].records()) == 50
+    assert len(RunDirectory(copy).writers[0].records()) == 0
+
+
 def test_files_that_move_while_they_are_read(tmp_path: Path) -> None:
     in_spool, in_run, _ = running_in_spool(tmp_path, 50)
     run = RunDirectory(tmp_path / "run")

@@ -942,7 +942,9 @@ class RunDirectory:
             self.problems.append(error)
             return None
         folders = [folder]
-        for other, first in ((_spool_folder(info, name), True), (_run_folder(info, name), False)):
+        # A run directory is read as it is: a copy of one names the original.
+        of_spool = None if self.manifest else _run_folder(info, name)
+        for other, first in ((_spool_folder(info, name), True), (of_spool, False)):
             if other is None or _is_same(other, folder):
                 continue
             try:
