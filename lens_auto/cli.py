@@ -377,7 +377,7 @@ def collect(
     with _bad_input():
         copied, there, problems = merge(parts, to_directory)
     for problem in problems:
-        _say(f"{problem}; nothing of it is copied")
+        _say(problem)
     _say(f"{counted(copied, 'rank')} copied to {to_directory}" + (f", {there} were there already" if there else ""))
 
 
