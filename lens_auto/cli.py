@@ -555,7 +555,7 @@ def main() -> None:
     """Entry point of the `lens-auto` command."""
     if sys.stdout is None:
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(_ClosedOutput()))
-    status: Any
+    status: int
     try:
         try:
             app()

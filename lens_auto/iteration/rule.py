@@ -189,8 +189,8 @@ def find_iterations(
         resume = Resume.behind_a_gap(data[np.argsort(numbers)])
     starts = data["start_ns"].astype(np.int64)
     inside_backward = _steps_inside_backward(data, starts)
-    thread = _training_thread(data, inside_backward)
     stepping = _stepping_thread(data, inside_backward)
+    thread = _training_thread(data, stepping)
     foreign = inside_backward | ((data["kind"] == Kind.OPTIMIZER_STEP) & (data["thread"] == stepping))
     events = _Events(data, numbers, starts, thread, foreign, inside_backward)
     until_ns = max(int(events.end_ns.max(initial=0)), end_ns or 0)
@@ -271,12 +271,11 @@ def _stepping_thread(data: npt.NDArray[np.void], inside_backward: Mask) -> int:
     return -1
 
 
-def _training_thread(data: npt.NDArray[np.void], inside_backward: Mask) -> int:
+def _training_thread(data: npt.NDArray[np.void], stepping: int) -> int:
     """The thread that stepped optimizers; where none did, or it did nothing else, the one that ran backward, or
     fetched.
     """
     kind = data["kind"]
-    stepping = _stepping_thread(data, inside_backward)
     backward = data["thread"][kind == Kind.BACKWARD]
     does_more = np.isin(kind[data["thread"] == stepping], (Kind.BACKWARD, Kind.FETCH)).any()
     if stepping >= 0 and (does_more or not len(backward)):
