@@ -385,6 +385,22 @@ def test_what_is_left_out_is_told(tmp_path: Path) -> None:
     assert "1 rank copied to" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"sends": True, "exports": True}, "were sent to the endpoint"),
+        ({"exports": False}, "the export strategy leaves"),
+    ],
+)
+def test_what_was_sent_is_not_lost(tmp_path: Path, extra: dict[str, Any], says: str) -> None:
+    run = write_run(tmp_path, train(Writer(extra=extra), 3))
+    for segment in run.rglob("*.seg"):
+        segment.unlink()
+    problems = json.loads(command("report", str(run), "--json").stdout)["problems"]
+    assert [says in problem for problem in problems] == [True]
+    assert "missing" not in command("export", str(run), "-o", str(tmp_path / "out")).stderr
+
+
 @pytest.mark.parametrize("name", ["report", "export"])
 def test_bad_input_is_one_line(tmp_path: Path, name: str) -> None:
     run = write_run(tmp_path / "lens-runs" / "one", train(Writer(), 1))

@@ -738,11 +738,14 @@ class WriterFiles:
         return f"<{number}>"
 
     def lost(self, records: int, holes: int, damaged: int) -> str:
-        """What to say of records that the writer counted and that are nowhere; empty where none is missing.
+        """What to say of records that the writer counted and that are nowhere; empty where none is missing. Those that
+        an exporter process sent, or that nobody wants, are not: see `report.removed`.
 
         Args:
             records, holes, damaged: how many were read.
         """
+        if self.info.raw.get("sends") or self.info.raw.get("exports") is False:
+            return ""
         lost = self.info.records - records - holes - damaged - self.dropped
         if self.status is not Status.CLOSED or lost <= 0:
             return ""
